@@ -1,0 +1,225 @@
+"""Checks at the door: one sentence with the parameter, what is allowed, what came, what to do."""
+
+from __future__ import annotations
+
+import numbers
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+LAPACK_LARGEST = 32766  # beyond this the 32-bit work sizes of LAPACK's eigensolvers overflow
+
+
+def as_tensor(x: Any, name: str = "x") -> Tensor:
+    """`x` as a real tensor that may share its memory (nothing here writes to it).
+
+    Args:
+        x: a tensor, an array, or nested numbers.
+        name: how errors call it.
+
+    Raises:
+        TypeError: not numeric, or complex.
+    """
+    if not isinstance(x, Tensor):
+        array = np.asarray(x)
+        if array.dtype.kind not in "fiub":
+            raise TypeError(
+                f"`{name}` must be a numeric array or tensor, got {type(x).__name__} of {array.dtype}."
+            )
+        if not array.flags.writeable:  # torch warns about a read-only buffer; we only read
+            array = array.copy()
+        x = torch.from_numpy(np.ascontiguousarray(array))
+    if x.is_complex():
+        raise TypeError(
+            f"`{name}` must be real, got {x.dtype}; pass `torch.view_as_real({name}).flatten(-2)`."
+        )
+    return x
+
+
+def as_rows(
+    x: Any, d: int | None = None, name: str = "x", what: str = "features"
+) -> tuple[Tensor, tuple[int, ...]]:
+    """`x` (..., D) as rows (N, D), and the leading shape.
+
+    Args:
+        x: samples, D last.
+        d: the D expected; None takes what comes.
+        name: how errors call `x`.
+        what: how errors call its columns.
+
+    Raises:
+        ValueError: fewer than two dimensions where rows are needed, no columns, or another D.
+    """
+    x = as_tensor(x, name)
+    if x.ndim < 1 or (d is None and x.ndim < 2):
+        raise ValueError(
+            f"`{name}` must have shape (..., D) with at least two dimensions, got {tuple(x.shape)}."
+        )
+    if d is None and x.shape[-1] == 0:
+        raise ValueError(f"`{name}` must have at least one column, got shape {tuple(x.shape)}.")
+    if d is not None and x.shape[-1] != d:
+        hint = f" If {what} come first, pass `{name}.mT`." if x.ndim >= 2 and x.shape[-2] == d else ""
+        raise ValueError(f"`{name}` must end in {d} {what}, got shape {tuple(x.shape)}.{hint}")
+    return x.reshape(-1, x.shape[-1]), tuple(x.shape[:-1])
+
+
+def as_mask(mask: Any, shape: tuple[int, ...], device: torch.device) -> Tensor | None:
+    """`mask` as flat booleans (N,), or None.
+
+    Args:
+        mask: 0/1 in any dtype, shaped like the leading dimensions of the data.
+        shape: those dimensions.
+        device: where the data are.
+
+    Raises:
+        ValueError: another shape, or values other than 0 and 1.
+    """
+    if mask is None:
+        return None
+    mask = as_tensor(mask, "mask").to(device)
+    if tuple(mask.shape) != shape:
+        raise ValueError(f"`mask` must have the leading shape of `x`, {shape}, got {tuple(mask.shape)}.")
+    if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
+        raise ValueError(
+            "`mask` must hold 0 and 1 only, got other values; fractional importance goes in `weights`."
+        )
+    return mask.reshape(-1).bool()
+
+
+def as_weights(weights: Any, shape: tuple[int, ...], device: torch.device) -> Tensor | None:
+    """`weights` as flat float64 (N,), or None.
+
+    Args:
+        weights: non-negative finite numbers, shaped like the leading dimensions of the data.
+        shape: those dimensions.
+        device: where the data are.
+
+    Raises:
+        ValueError: another shape, a negative, or a value that is not finite.
+    """
+    if weights is None:
+        return None
+    weights = as_tensor(weights, "weights").to(device).double()
+    if tuple(weights.shape) != shape:
+        raise ValueError(
+            f"`weights` must have the leading shape of `x`, {shape}, got {tuple(weights.shape)}."
+        )
+    weights = weights.reshape(-1)
+    if not bool((torch.isfinite(weights) & (weights >= 0)).all()):
+        raise ValueError(
+            "`weights` must be finite and not negative; select rows with `mask` to leave them out."
+        )
+    return weights
+
+
+def select_rows(
+    rows: Tensor, mask: Tensor | None, weights: Tensor | None, nonfinite: str
+) -> tuple[Tensor, Tensor | None, int]:
+    """Rows that count, their weights, and how many were dropped for NaN or inf.
+
+    Rows are selected, never multiplied by the mask: 0·NaN is NaN.
+
+    Args:
+        rows: (N, D).
+        mask: (N,) booleans, or None.
+        weights: (N,) float64, or None; rows of weight zero do not count.
+        nonfinite: "raise" or "drop".
+
+    Raises:
+        ValueError: a row that counts has NaN or inf, under "raise".
+    """
+    if weights is not None:
+        mask = (weights > 0) if mask is None else mask & (weights > 0)
+    if mask is not None:
+        rows, weights = rows[mask], None if weights is None else weights[mask]
+    if not rows.is_floating_point() or bool(rows.sum(dtype=torch.float64).isfinite()):
+        return rows, weights, 0
+    good = rows.isfinite().all(1)
+    bad = len(rows) - int(good.sum())
+    if bad and nonfinite == "raise":
+        raise ValueError(
+            f"`x` has {bad} of {len(rows)} samples with NaN or inf. "
+            "Drop them (nonfinite='drop'), or capture in bfloat16: float16 overflows at 65504."
+        )
+    if not bad:
+        return rows, weights, 0
+    return rows[good], None if weights is None else weights[good], bad
+
+
+def as_components(n_components: Any) -> int | float | None:
+    """`n_components` as an int, a float share, or None.
+
+    Raises:
+        ValueError: neither a count ≥ 0, nor a share in (0, 1], nor None.
+    """
+    allowed = "`n_components` must be an integer ≥ 0, a share in (0, 1] as a float, or None"
+    if n_components is None:
+        return None
+    if not isinstance(n_components, bool):
+        if isinstance(n_components, numbers.Integral) and int(n_components) >= 0:
+            return int(n_components)
+        if isinstance(n_components, float | np.floating) and 0 < float(n_components) <= 1:
+            return float(n_components)
+    raise ValueError(f"{allowed}, got {n_components!r}.")
+
+
+def check_number(value: Any, name: str, allowed: str, ok: bool) -> None:
+    """Raise the ValueError of a number out of range.
+
+    Raises:
+        ValueError: `ok` is false.
+    """
+    if not ok:
+        raise ValueError(f"`{name}` must be {allowed}, got {value!r}.")
+
+
+def check_choice(value: Any, name: str, choices: Sequence[str]) -> None:
+    """Refuse a value that is none of `choices`.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if value not in choices:
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on `device`; None where nobody says."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu":
+        return None
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def require_square(d: int, copies: int, device: torch.device, remedy: str) -> None:
+    """Refuse a D×D problem that will not fit, before anything is allocated.
+
+    Args:
+        d: D.
+        copies: float64 matrices of D×D that are alive at once.
+        device: where they would lie.
+        remedy: what to do instead, a clause.
+
+    Raises:
+        ValueError: D is beyond LAPACK, or the memory is not there.
+    """
+    need, free = 8 * copies * d * d, free_memory(device)
+    if free is not None and need > free:
+        raise ValueError(
+            f"a {d} × {d} covariance needs {need / 2**30:,.1f} GiB on {device}, "
+            f"{free / 2**30:,.1f} GiB is free; {remedy}."
+        )
+    if d > LAPACK_LARGEST:
+        raise ValueError(f"a {d} × {d} eigenproblem is beyond LAPACK's {LAPACK_LARGEST}; {remedy}.")

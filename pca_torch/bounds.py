@@ -1,0 +1,201 @@
+"""From what a solver computed to a result that says how right it is."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pca_torch import spectrum as spectra
+from pca_torch._checks import check_number
+from pca_torch.linalg import fix_signs
+from pca_torch.precision import unit_roundoff
+from pca_torch.result import Certificate, PCAResult
+
+__all__ = ["Solved", "assemble", "constant_columns", "factor_errors", "sine_bound", "standard_deviations"]
+
+CONSTANT = 32 * unit_roundoff(torch.float64)  # a column that varies less, relative to its mean, is constant
+UNIQUE_BELOW = 0.5  # radians: beyond this the subspace is not told apart from its neighbours
+QUANTISATION = {torch.bfloat16: 2.8e-6, torch.float16: 4.3e-8}  # noise variance over E[x²], measured
+
+
+@dataclass(frozen=True)
+class Solved:
+    """Everything a dense solver found: all M = min(N, D) variances and directions, and their errors."""
+
+    mean: Tensor  # (D,)
+    scale: Tensor | None  # (D,)
+    spectrum: Tensor  # (M,) descending, raw: rounding may have pushed some below zero
+    directions: Tensor  # (M, D) rows
+    total_variance: Tensor  # ()
+    second_moment: Tensor  # (D,) E[x²] per column, uncentred and unscaled
+    error: Tensor  # (M,) |computed - true| of each variance is at most this
+    floor: float  # variances at or below it are noise
+    values: Tensor  # (M,) what was decomposed: variances, or singular values of the samples
+    perturbation: float  # ‖E‖₂ of that, in its units
+    apply: Callable[[Tensor], Tensor]  # (K, D) float64 rows V → V C
+    n_samples: int
+    divisor: float
+    dtype: torch.dtype  # of the data
+    solver: str
+    precision: str
+    deterministic: bool = True  # `error` is a bound, not a measurement with a safety factor
+
+
+def constant_columns(variance: Tensor, mean: Tensor) -> Tensor:
+    """(D,) which columns do not vary by more than the rounding of their own mean."""
+    return variance <= (CONSTANT * mean).square()
+
+
+def standard_deviations(variance: Tensor, mean: Tensor) -> Tensor:
+    """(D,) scale of a standardised decomposition; constant columns keep 1, with a warning."""
+    constant = constant_columns(variance, mean)
+    if bool(constant.any()):
+        warnings.warn(
+            f"{int(constant.sum())} of {len(constant)} columns are constant; their scale stays 1.",
+            stacklevel=4,
+        )
+    return torch.where(constant, 1.0, variance.clamp_min(0).sqrt())
+
+
+def factor_errors(variance: Tensor, relative: float) -> tuple[Tensor, float]:
+    """Errors (M,) and floor of variances that come from singular values of the samples.
+
+    Each σ is off by at most s·σ₁ (Weyl), so λ is by 2s√(λλ₁) + s²λ₁, and equals that error at
+    λ = (1 + √2)² s² λ₁.
+
+    Args:
+        variance: (M,) descending.
+        relative: s, the backward error of the factorisation over σ₁.
+    """
+    top = variance[0] if len(variance) else variance.new_zeros(())
+    error = 2 * relative * (variance.clamp_min(0) * top).sqrt() + relative**2 * top
+    return error, (1 + math.sqrt(2)) ** 2 * relative**2 * top.item()
+
+
+def sine_bound(perturbation: float, gap: float) -> float:
+    """Radians by which a perturbation can turn an invariant subspace across a gap; π/2 is no bound.
+
+    sin θ ≤ ‖E‖ / (gap - ‖E‖), Davis & Kahan, SIAM J. Numer. Anal. 7(1), 1970; Wedin, BIT 12, 1972.
+    """
+    room = gap - perturbation
+    return math.asin(min(1.0, perturbation / room)) if room > 0 else math.pi / 2
+
+
+def assemble(
+    solved: Solved, n_components: float | None, *, dtype: torch.dtype, centred: bool, whiten: bool
+) -> PCAResult:
+    """Keep K directions of what was solved, fix their signs, and certify them as they are stored.
+
+    Args:
+        solved: the whole decomposition.
+        n_components: K, a share in (0, 1], or None for all M.
+        dtype: of the stored components.
+        centred: whether a mean was subtracted.
+        whiten: directions that are null to rounding are dropped.
+
+    Raises:
+        ValueError: `n_components` is out of range.
+    """
+    spectrum = solved.spectrum.clamp_min(0)
+    total = solved.total_variance
+    if bool((total <= (CONSTANT * solved.mean).square().sum()) if centred else total == 0):
+        warnings.warn("total variance is zero: every ratio and every rank is 0.", stacklevel=5)
+        spectrum, total = torch.zeros_like(spectrum), torch.zeros_like(total)
+    trusted = int((spectrum > solved.floor).sum())
+    k = _kept(n_components, spectrum, total.item(), solved)
+    k = min(k, trusted) if whiten else k
+    components = fix_signs(solved.directions[:k].to(dtype)).contiguous().clone()
+    return PCAResult(
+        mean=solved.mean.clone(),
+        components=components,
+        spectrum=spectrum.clone(),
+        total_variance=total.clone(),
+        n_samples=solved.n_samples,
+        divisor=solved.divisor,
+        certificate=_certify(solved, spectrum, total.item(), components, trusted),
+        scale=None if solved.scale is None else solved.scale.clone(),
+        centred=centred,
+        whiten=whiten,
+    )
+
+
+def _kept(n_components: float | None, spectrum: Tensor, total: float, solved: Solved) -> int:
+    """K of an int, a share or None.
+
+    Raises:
+        ValueError: out of range.
+    """
+    most = len(spectrum)
+    if n_components is None:
+        return most
+    if isinstance(n_components, float):
+        check_number(
+            n_components, "n_components", "a share in (0, 1] when it is a float", 0 < n_components <= 1
+        )
+        return spectra.rank(spectrum, n_components, total=total, floor=solved.floor, error=solved.error)
+    if not 0 <= n_components <= most:
+        n, d = solved.n_samples, len(solved.mean)
+        raise ValueError(
+            f"`n_components` must be in 0..{most}, the smaller of {n} samples and {d} features, "
+            f"got {n_components}."
+        )
+    return n_components
+
+
+def _certify(solved: Solved, spectrum: Tensor, total: float, components: Tensor, trusted: int) -> Certificate:
+    """Measure the stored components against what was decomposed."""
+    k, d = components.shape
+    v = components.double()
+    applied = solved.apply(v)
+    variance, error = spectrum[:k], solved.error[:k]
+    quotient = (applied * v).sum(1)  # vᵀCv, the variance along each component
+    gap = _gap(spectrum, k)
+    turned = sine_bound(solved.perturbation, _gap(solved.values, k)) if 0 < k < d else 0.0
+    angle = min(math.pi / 2, turned + unit_roundoff(components.dtype) * math.sqrt(d))
+    return Certificate(
+        captured_ratio=min(1.0, quotient.sum().item() / total) if total > 0 else 0.0,
+        missed_ratio_bound=_missed(variance, quotient, error, components.dtype) / total
+        if total > 0 and k < d
+        else 0.0,
+        bound_kind="deterministic" if solved.deterministic else "measured",
+        variance_error=tuple(error.tolist()),
+        rounding_floor=solved.floor,
+        trusted=trusted,
+        quantisation_floor=_quantisation(solved, v),
+        residual_norms=tuple(torch.linalg.vector_norm(applied - variance[:, None] * v, dim=1).tolist()),
+        gap=gap,
+        angle_bound=angle,
+        unique=angle < UNIQUE_BELOW,
+        solver=solved.solver,
+        precision=solved.precision,
+    )
+
+
+def _gap(values: Tensor, k: int) -> float:
+    """Distance of the last kept value to the next; below the last one known there is zero."""
+    if k == 0:
+        return 0.0
+    return (values[k - 1] - (values[k] if k < len(values) else 0)).item()
+
+
+def _missed(variance: Tensor, quotient: Tensor, error: Tensor, dtype: torch.dtype) -> float:
+    """Variance that a better K-subspace could still capture.
+
+    The K largest true variances sum to at most Σ(λ̂ + e), and the components truly capture at
+    least Σ(vᵀĈv - e); rounding them to their dtype moves vᵀCv by 2u√(λλ₁) at most.
+    """
+    if not len(variance):
+        return 0.0
+    stored = 2 * unit_roundoff(dtype) * (variance * variance[0]).sqrt()
+    return max(0.0, (variance + 2 * error - quotient + stored).sum().item())
+
+
+def _quantisation(solved: Solved, v: Tensor) -> tuple[float, ...] | None:
+    """Noise of 16-bit storage along each component: the format's share of Σ v_j² E[x_j²]."""
+    share = QUANTISATION.get(solved.dtype)
+    return None if share is None else tuple((share * (v.square() @ solved.second_moment)).tolist())

@@ -1,0 +1,58 @@
+"""Small matrix algebra shared by the statistics and the solvers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["add_gram", "fix_signs", "mirror", "panels", "rademacher"]
+
+PANELS = 8  # block rows of a symmetric product: 36 of 64 blocks are computed
+PLAIN_BELOW = 512  # columns under which one product beats eight
+SIGN_TIE = 1e-3  # entries this close to the largest count as tied
+
+
+def fix_signs(components: Tensor) -> Tensor:
+    """Components (K, D) with the entry of largest modulus of each row positive.
+
+    Among entries within 1e-3 relative of the largest the first decides, so that rounding cannot
+    pick another one on another device or by another route.
+    """
+    if not components.numel():
+        return components
+    size = components.abs()
+    first = (size >= (1 - SIGN_TIE) * size.amax(1, keepdim=True)).int().argmax(1, keepdim=True)
+    return torch.where(components.gather(1, first) < 0, -components, components)
+
+
+def panels(d: int) -> list[tuple[int, int]]:
+    """Column ranges of the block rows of a symmetric D×D product."""
+    step = d if d < PLAIN_BELOW else -(-d // PANELS)
+    return [(start, min(start + step, d)) for start in range(0, d, step)]
+
+
+def add_gram(target: Tensor, x: Tensor) -> None:
+    """Add xᵀx to the upper block triangle of `target` (D, D) in place; `mirror` fills the rest.
+
+    `target` may have a wider dtype than `x`: the product is then formed in the dtype of `x` and
+    added in that of `target`.
+    """
+    for start, stop in panels(x.shape[1]):
+        block = target[start:stop, start:]
+        if x.dtype == target.dtype:
+            block.addmm_(x[:, start:stop].mT, x[:, start:])
+        else:
+            block += x[:, start:stop].mT @ x[:, start:]
+
+
+def mirror(upper: Tensor) -> Tensor:
+    """The symmetric matrix whose upper triangle is that of `upper`."""
+    return upper.triu() + upper.triu(1).mT
+
+
+def rademacher(d: int, columns: int, device: torch.device) -> Tensor:
+    """Fixed random signs (d, columns) in float64, the same in every process; the global RNG is left alone."""
+    signs = torch.randint(
+        0, 2, (d, columns), generator=torch.Generator().manual_seed(20121), dtype=torch.int8
+    )
+    return (2 * signs - 1).double().to(device)

@@ -1,0 +1,80 @@
+"""Which arithmetic a product runs in, and keeping the caller's shortcuts out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+
+from pca_torch._checks import check_choice
+
+__all__ = ["Precision", "component_dtype", "exact_products", "product_dtype", "unit_roundoff"]
+
+Precision = Literal["auto", "float32", "float64"]
+FAST_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}  # compute capabilities with half-rate float64
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Largest relative error of rounding to `dtype`: half its machine epsilon."""
+    return torch.finfo(dtype).eps / 2
+
+
+def component_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of the components of data in `dtype`: float64 stays, half types work in float32."""
+    return torch.float32 if dtype in {torch.float32, torch.float16, torch.bfloat16} else torch.float64
+
+
+def product_dtype(dtype: torch.dtype, device: torch.device, precision: Precision = "auto") -> torch.dtype:
+    """Dtype in which products over data of `dtype` are formed.
+
+    "auto" takes float64 wherever it costs about twice float32 or less (CPUs, data-centre GPUs),
+    and always for float64 data and integers; float32 elsewhere.
+
+    Args:
+        dtype: dtype of the data.
+        device: where the products run.
+        precision: "auto", "float32" or "float64".
+
+    Raises:
+        ValueError: another `precision`.
+    """
+    check_choice(precision, "precision", ("auto", "float32", "float64"))
+    if precision != "auto":
+        return torch.float64 if precision == "float64" else torch.float32
+    if component_dtype(dtype) == torch.float64 or device.type == "cpu":
+        return torch.float64
+    fast = device.type == "cuda" and torch.cuda.get_device_capability(device) in FAST_FLOAT64
+    return torch.float64 if fast else torch.float32
+
+
+def _matmul_backends() -> list:
+    found = (getattr(backend, "matmul", None) for backend in (torch.backends.cuda, torch.backends.mkldnn))
+    return [matmul for matmul in found if hasattr(matmul, "fp32_precision")]
+
+
+@contextmanager
+def exact_products(device: torch.device) -> Generator[None]:
+    """Products inside run without TF32, bfloat16 shortcuts, autocast or autograd; all are restored.
+
+    State made inside a caller's `inference_mode` stays ordinary, so that it can be updated later.
+
+    Args:
+        device: where the products run.
+    """
+    backends = _matmul_backends()
+    before = [b.fp32_precision for b in backends]
+    legacy = None if backends else torch.get_float32_matmul_precision()
+    try:
+        for b in backends:
+            b.fp32_precision = "ieee"
+        if legacy is not None:  # torch before 2.9 has the one global switch
+            torch.set_float32_matmul_precision("highest")
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for b, value in zip(backends, before, strict=True):
+            b.fp32_precision = value
+        if legacy is not None:
+            torch.set_float32_matmul_precision(legacy)

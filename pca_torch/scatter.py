@@ -1,0 +1,110 @@
+"""The sums behind a statistic: count, mean and centred scatter of one group of rows."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pca_torch.linalg import add_gram, mirror, rademacher
+from pca_torch.precision import unit_roundoff
+
+__all__ = ["Scatter"]
+
+PROBES = 8  # columns that measure the rounding of float32 products
+FAR = 4.0  # rows this many medians from the mean are summed apart in float64
+PROBE_SAFETY = 4.0  # eight signs estimate ‖E‖_F to about a third; E is judged by four times that
+
+
+class Scatter:
+    """Sums of rows with D features; `add` is the merge of one chunk.
+
+    Args:
+        d: D.
+        device: where the sums lie.
+        dtype: arithmetic of the products, float32 or float64; the sums are float64.
+    """
+
+    def __init__(self, d: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.n = 0
+        self.weight = 0.0  # Σw
+        self.weight_sq = 0.0  # Σw²
+        self.depth = 0  # longest chain of additions behind an entry of the scatter
+        self.mean = torch.zeros(d, dtype=torch.float64, device=device)
+        self._upper = torch.zeros(d, d, dtype=torch.float64, device=device)  # upper block triangle of S
+        probed = dtype != torch.float64
+        self._signs = rademacher(d, PROBES if probed else 0, device)  # Z
+        self._probe = torch.zeros_like(self._signs)  # P, what S Z would be without rounding
+
+    @property
+    def matrix(self) -> Tensor:
+        """(D, D) S = Σ w (x - mean)(x - mean)ᵀ."""
+        return mirror(self._upper)
+
+    @property
+    def diagonal(self) -> Tensor:
+        """(D,) diagonal of S."""
+        return self._upper.diagonal()
+
+    def error(self) -> float:
+        """Bound on ‖computed - true‖₂ of S.
+
+        A sum of float64 products obeys |E| ≤ γ |X|ᵀ|X| entrywise with γ = depth·u (Higham 2002,
+        §3.1), and ‖|X|ᵀ|X|‖₂ ≤ tr S; four more roundings come from centring. For float32 products
+        that bound is six orders too large, so E is measured instead: P = Σ (x - m)((x - m)ᵀZ) was
+        summed in float64 beside S for eight columns Z of random signs, and the mean of
+        ‖P - SZ‖_F² is 8‖E‖_F² (Hutchinson, 1990).
+        """
+        bound = (self.depth + 4) * unit_roundoff(torch.float64) * self.diagonal.sum().item()
+        if self.dtype == torch.float64:
+            return bound
+        seen = torch.linalg.matrix_norm(self._probe - self.matrix @ self._signs)
+        return bound + PROBE_SAFETY * seen.item() / math.sqrt(PROBES)
+
+    def add(self, x: Tensor, w: Tensor | None = None) -> None:
+        """Add a chunk of float64 rows (n, D), centred here by its own mean, with weights w > 0 (n,)."""
+        if w is None:
+            weight = weight_sq = float(len(x))
+            mean = x.mean(0)
+            x = x - mean
+        else:
+            weight, weight_sq = w.sum().item(), w.square().sum().item()
+            mean = (w @ x) / weight
+            x = (x - mean) * w.sqrt()[:, None]
+        self._shift(len(x), weight, weight_sq, mean)
+        self.depth = max(self.depth, len(x)) + 1
+        if self.dtype == torch.float64:
+            add_gram(self._upper, x)
+            return
+        self._probe.addmm_(x.mT, x @ self._signs)
+        size = x.square().sum(1)
+        far = size > FAR**2 * size.median()  # one sink token would drown the others in its rounding
+        add_gram(self._upper, x[far])
+        add_gram(self._upper, x[~far].float())
+
+    def merge(self, other: Scatter) -> None:
+        """Add the rows of `other`, which stays as it is."""
+        if other.n == 0:
+            return
+        device = self.mean.device
+        self._shift(other.n, other.weight, other.weight_sq, other.mean.to(device))
+        self.depth = max(self.depth, other.depth) + 1
+        self._upper += other._upper.to(device)
+        if self.dtype != torch.float64:  # products in float64 have nothing to measure: their P is S Z
+            exact = other.dtype == torch.float64
+            self._probe += other.matrix.to(device) @ self._signs if exact else other._probe.to(device)
+
+    def _shift(self, n: int, weight: float, weight_sq: float, mean: Tensor) -> None:
+        """Move to the mean that includes `n` more rows around `mean` (Chan, Golub & LeVeque, 1983)."""
+        total = self.weight + weight
+        delta = mean - self.mean
+        factor = self.weight * weight / total
+        self._upper.addr_(delta, delta, alpha=factor)
+        if self.dtype != torch.float64:
+            self._probe.addr_(delta, delta @ self._signs, alpha=factor)
+        self.mean += delta * (weight / total)
+        self.n += n
+        self.weight = total
+        self.weight_sq += weight_sq

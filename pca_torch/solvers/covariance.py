@@ -1,0 +1,99 @@
+"""`covariance_eigh`: the eigenproblem of the centred scatter. Fast for many samples; squares κ."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pca_torch.bounds import Solved, assemble, standard_deviations
+from pca_torch.moments import Moments
+from pca_torch.precision import component_dtype, exact_products, unit_roundoff
+from pca_torch.result import PCAResult
+
+__all__ = ["solve"]
+
+
+def solve(
+    moments: Moments,
+    n_components: float | None = None,
+    *,
+    center: bool = True,
+    standardize: bool = False,
+    whiten: bool = False,
+    ddof: float = 1,
+) -> PCAResult:
+    """Principal directions from the scatter of a statistic.
+
+    Args:
+        moments: the statistic; it may go on afterwards, nothing is shared.
+        n_components: K, a share in (0, 1], or None for min(N, D).
+        center: subtract the mean; without it the second moment is decomposed.
+        standardize: decompose the correlation matrix.
+        whiten: mark the result as whitening and drop directions that are null to rounding.
+        ddof: delta degrees of freedom of the divisor.
+
+    Raises:
+        ValueError: too few rows for `ddof`, or `n_components` out of range.
+
+    Accuracy: every variance is off by at most ‖E‖ + D·u·λ₁, so those below √u·σ₁ are lost where
+    an SVD of the samples keeps them: κ(XᵀX) = κ(X)².
+    """
+    divisor = moments.divisor(ddof)
+    with exact_products(moments.mean.device):
+        mean, covariance, error = _problem(moments, divisor, ddof, center)
+        second_moment = moments.covariance(0).diagonal() + moments.mean.square()
+        scale = None
+        if standardize:
+            scale = standard_deviations(covariance.diagonal(), mean)
+            error = _scaled_error(moments, error, covariance, scale)
+            covariance = covariance / torch.outer(scale, scale)
+            second_moment = second_moment / scale.square()
+        variance, vectors = torch.linalg.eigh(covariance)
+        most = min(moments.n_samples, moments.n_features)
+        variance = variance.flip(0)[:most]
+        off = error + (moments.n_features + 8) * unit_roundoff(torch.float64) * variance[0].item()
+        products = str(moments.product_dtype).removeprefix("torch.")
+        solved = Solved(
+            mean=mean,
+            scale=scale,
+            spectrum=variance,
+            directions=vectors.mT.flip(0)[:most],
+            total_variance=covariance.trace(),
+            second_moment=second_moment,
+            error=torch.full_like(variance, off),
+            floor=off,
+            values=variance,
+            perturbation=off,
+            apply=lambda v: v @ covariance,
+            n_samples=moments.n_samples,
+            divisor=divisor,
+            dtype=moments.input_dtype or torch.float64,
+            solver="covariance_eigh",
+            precision=f"{products} products, float64 sums and eigh",
+            deterministic=moments.product_dtype == torch.float64,
+        )
+        return assemble(
+            solved, n_components, dtype=component_dtype(solved.dtype), centred=center, whiten=whiten
+        )
+
+
+def _problem(moments: Moments, divisor: float, ddof: float, center: bool) -> tuple[Tensor, Tensor, float]:
+    """Mean that is subtracted, matrix to decompose, and the error of its sums."""
+    mean, covariance = moments.mean, moments.covariance(ddof)
+    error = moments.scatter_error() / divisor
+    if center:
+        return mean, covariance, error
+    outer = torch.outer(mean, mean) * (moments.sum_weights / divisor)  # a sum: nothing cancels
+    error += 8 * unit_roundoff(torch.float64) * outer.trace().item()
+    return torch.zeros_like(mean), covariance + outer, error
+
+
+def _scaled_error(moments: Moments, error: float, covariance: Tensor, scale: Tensor) -> float:
+    """Error of the correlation matrix.
+
+    The bound of float64 products holds entrywise, |E_ij| ≤ γ s_i s_j, so it scales with the trace; a
+    measured ‖E‖ can only be divided by the smallest scale.
+    """
+    if moments.product_dtype == torch.float64:
+        return error / covariance.trace().item() * len(scale) if error else 0.0
+    return error / scale.min().item() ** 2

@@ -1,0 +1,122 @@
+"""`full`: the SVD of the centred samples. The reference: keeps every variance that the data hold."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pca_torch.bounds import Solved, assemble, factor_errors, standard_deviations
+from pca_torch.precision import Precision, component_dtype, exact_products, product_dtype, unit_roundoff
+from pca_torch.result import PCAResult
+
+__all__ = ["solve"]
+
+
+def solve(
+    x: Tensor,
+    n_components: float | None = None,
+    *,
+    weights: Tensor | None = None,
+    center: bool = True,
+    standardize: bool = False,
+    whiten: bool = False,
+    ddof: float = 1,
+    precision: Precision = "auto",
+) -> PCAResult:
+    """Principal directions from the samples themselves; D×D is never formed when N < D.
+
+    Args:
+        x: finite samples (N, D).
+        n_components: K, a share in (0, 1], or None for min(N, D).
+        weights: (N,) float64, positive.
+        center: subtract the mean.
+        standardize: divide each column by its standard deviation.
+        whiten: mark the result as whitening and drop directions that are null to rounding.
+        ddof: delta degrees of freedom of the divisor.
+        precision: arithmetic of the SVD; "auto" is float64 where that is affordable.
+
+    Raises:
+        ValueError: too few rows for `ddof`, or `n_components` out of range.
+
+    Accuracy: backward stable, each singular value is off by a few u·σ₁.
+    """
+    divisor = _divisor(len(x), weights, ddof)
+    work = product_dtype(x.dtype, x.device, precision)
+    with exact_products(x.device):
+        mean, z = _centred(x, weights, center)
+        variance = z.square().sum(0) / divisor
+        second_moment = variance * (divisor / (len(x) if weights is None else weights.sum())) + mean.square()
+        scale = None
+        if standardize:
+            scale = standard_deviations(variance, mean)
+            z, variance, second_moment = z / scale, variance / scale.square(), second_moment / scale.square()
+        s, vh = _factor(z.to(work))
+        spectrum = s.double().square() / divisor
+        relative = 4 * unit_roundoff(work) * math.sqrt(min(z.shape))
+        error, floor = factor_errors(spectrum, relative)
+        solved = Solved(
+            mean=mean,
+            scale=scale,
+            spectrum=spectrum,
+            directions=vh,
+            total_variance=variance.sum(),
+            second_moment=second_moment,
+            error=error,
+            floor=floor,
+            values=s.double(),
+            perturbation=relative * s[0].item(),
+            apply=lambda v: (v @ z.mT @ z) / divisor,
+            n_samples=len(x),
+            divisor=divisor,
+            dtype=x.dtype if x.is_floating_point() else torch.float64,
+            solver="full",
+            precision=f"{str(work).removeprefix('torch.')} SVD of the samples",
+        )
+        return assemble(solved, n_components, dtype=component_dtype(x.dtype), centred=center, whiten=whiten)
+
+
+def _divisor(n: int, weights: Tensor | None, ddof: float) -> float:
+    """N - ddof, or Σw - ddof·Σw²/Σw.
+
+    Raises:
+        ValueError: nothing would be left to divide by.
+    """
+    if n == 0:
+        raise ValueError("`x` has no rows that count; give at least one sample.")
+    total = float(n) if weights is None else weights.sum().item()
+    square = float(n) if weights is None else weights.square().sum().item()
+    divisor = total - ddof * square / total
+    if divisor <= 1e-12 * total:
+        raise ValueError(
+            f"`ddof` = {ddof} needs more than {ddof} samples, got {n}; give more, or pass ddof=0."
+        )
+    return divisor
+
+
+def _centred(x: Tensor, weights: Tensor | None, center: bool) -> tuple[Tensor, Tensor]:
+    """The mean that is subtracted and the rows times √w, in float64.
+
+    Centred twice: after an offset of 10⁴ the first mean is off by its own last digit, which would
+    stand in the spectrum as one direction too many.
+    """
+    z = x.double()
+    mean = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
+    if center:
+        share = torch.full((len(x),), 1 / len(x), dtype=torch.float64, device=x.device)
+        if weights is not None:
+            share = weights / weights.sum()
+        for _ in range(2):
+            shift = share @ z
+            z = z - shift
+            mean = mean + shift
+    return mean, z if weights is None else z * weights.sqrt()[:, None]
+
+
+def _factor(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Singular values (M,) and right vectors (M, D). Tall data go through QR: U is never formed."""
+    if len(z) > z.shape[1]:
+        z = torch.linalg.qr(z, mode="r").R
+    _, s, vh = torch.linalg.svd(z, full_matrices=False)
+    return s, vh

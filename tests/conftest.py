@@ -1,0 +1,68 @@
+"""No test reaches the network; tests of the GPU are skipped where there is none; one model for all."""
+
+import os
+import socket
+
+import pytest
+import torch
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+
+def pytest_configure():
+    os.environ.update(OFFLINE)  # before any import that reads them; child processes inherit them
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+class BlockedSockets:
+    """Refuses every way out and remembers who tried: the caller may swallow the refusal."""
+
+    def __init__(self, patch: pytest.MonkeyPatch):
+        self.attempts = []
+        patch.setattr(socket, "getaddrinfo", self._refuse)
+        for name in ("connect", "connect_ex", "sendto"):
+            patch.setattr(socket.socket, name, self._local_only(getattr(socket.socket, name)))
+
+    def _refuse(self, *target, **options):
+        self.attempts.append(target)
+        raise PermissionError(f"a test may not use the network, this one tried {target}.")
+
+    def _local_only(self, method):
+        def guarded(sock, *args):
+            return method(sock, *args) if sock.family == socket.AF_UNIX else self._refuse(*args)
+
+        return guarded
+
+    def take_attempts(self):
+        """The attempts since the last call."""
+        taken, self.attempts = self.attempts, []
+        return taken
+
+
+@pytest.fixture(scope="session", autouse=True)
+def blocked_sockets():
+    with pytest.MonkeyPatch.context() as patch:
+        yield BlockedSockets(patch)
+
+
+@pytest.fixture(autouse=True)
+def no_network(blocked_sockets):
+    yield
+    attempts = blocked_sockets.take_attempts()
+    if attempts:
+        pytest.fail(f"the test tried to reach the network and hid the refusal: {attempts}")
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """The embedded language model, loaded once."""
+    from pca_torch.models import load_model
+
+    return load_model("smollm2")
