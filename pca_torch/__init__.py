@@ -1,0 +1,39 @@
+"""PCA for neural activations: how many dimensions a layer uses, which ones, and how sure that is."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from pca_torch import spectrum, subspace
+from pca_torch.estimator import PCA
+from pca_torch.export import load, save
+from pca_torch.hooks import capture, match_sites
+from pca_torch.moments import Moments
+from pca_torch.pipeline import analyse
+from pca_torch.result import Certificate, ExtremeRows, PCAResult, SiteReport
+from pca_torch.solvers import choose_solver, decompose
+from pca_torch.sources import NpySource
+from pca_torch.tokens import TokenViews
+
+__all__ = [
+    "PCA",
+    "Certificate",
+    "ExtremeRows",
+    "Moments",
+    "NpySource",
+    "PCAResult",
+    "SiteReport",
+    "TokenViews",
+    "analyse",
+    "capture",
+    "choose_solver",
+    "decompose",
+    "load",
+    "match_sites",
+    "save",
+    "spectrum",
+    "subspace",
+]
+
+try:
+    __version__ = version("pca-torch")
+except PackageNotFoundError:  # run from a source tree that was never installed
+    __version__ = "0+unknown"

@@ -34,7 +34,9 @@ def describe(report: Mapping[str, Any]) -> tuple[str, str]:
     """
     model, tokens = report["model"], report["tokens"]
     name = model.get("name") or model.get("id") or "unnamed model"
-    counts = [f"{n:,} {what}" for what, n in tokens.items() if isinstance(n, int) and not isinstance(n, bool)]
+    if model.get("quantisation"):
+        name = f"{name}, {model['quantisation']}"
+    counts = [f"{n:,} {what}" for what, n in tokens.items() if isinstance(n, int) and n and n is not True]
     return printable(str(name)), printable(f"tokens: {', '.join(counts) or 'not counted'}")
 
 

@@ -98,7 +98,7 @@ def verdict(site: Mapping[str, Any]) -> str:
 
     1. "no variance": all typical rows are equal.
     2. "heavy-tailed norms": over 5 % of the rows are extreme, so that both views are the same.
-    3. "sink at 0 hides 263 dims" or "126 rows hide 263 dims": with those extreme rows the rank is at
+    3. "sink@0 hides 263" or "126 rows hide 263": with those extreme rows the rank is at
        most a quarter of what it is without them. "263+" if 4. or 5. holds as well.
     4. "few tokens: 900 for D=576": fewer than 2·D typical tokens, the rank would grow with more.
     5. "over 128 of 576 dims": the variances that were computed do not reach 95 %.
@@ -117,7 +117,7 @@ def verdict(site: Mapping[str, Any]) -> str:
     if extreme["heavy_tailed"]:
         return "heavy-tailed norms"
     if extreme["count"] and rank_all and HIDDEN * rank_all <= least:
-        return f"{_who_hides(extreme)} {least - rank_all}{'+' if few or rank is None else ''} dims"
+        return f"{_who_hides(extreme)} {least - rank_all}{'+' if few or rank is None else ''}"
     if few:
         return f"few tokens: {typical['n_samples']} for D={d}"
     if rank is None:
@@ -129,7 +129,7 @@ def verdict(site: Mapping[str, Any]) -> str:
 def _who_hides(extreme: Mapping[str, Any]) -> str:
     places = list(extreme["positions"])
     if len(places) == 1 and extreme["positions"][places[0]] == extreme["count"]:
-        return f"sink at {places[0]} hides"
+        return f"sink@{places[0]} hides"
     return f"{extreme['count']} rows hide"
 
 

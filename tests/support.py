@@ -17,7 +17,9 @@ def reported_case(name: str) -> dict:
     return reported.CASES[name]()
 
 
-def samples(n: int, d: int, *, decay: float = 0.9, offset: float = 0.0, seed: int = 0, dtype=torch.float64) -> Tensor:
+def samples(
+    n: int, d: int, *, decay: float = 0.9, offset: float = 0.0, seed: int = 0, dtype=torch.float64
+) -> Tensor:
     """(n, d) rows whose standard deviations fall by `decay`, turned by a random rotation, around `offset`."""
     g = torch.Generator().manual_seed(seed)
     rotation = torch.linalg.qr(torch.randn(d, d, generator=g, dtype=torch.float64)).Q

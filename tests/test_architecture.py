@@ -11,17 +11,18 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = "pca_torch"
 
 FLOORS = {
-    10: ["__main__"],
-    9: ["__init__", "cli"],
-    8: ["pipeline"],
-    7: ["report"],
-    6: ["estimator", "export", "plots", "table"],
-    5: ["subspace"],
-    4: ["solvers"],
-    3: ["solvers.full", "solvers.covariance"],
-    2: ["moments", "spectrum", "bounds", "tokens", "hooks", "sources", "models", "texts", "layout"],
-    1: ["result", "linalg"],
-    0: ["_checks", "_files", "_labels", "precision"],
+    11: ["__main__"],
+    10: ["__init__", "cli"],  # doors
+    9: ["pipeline"],  # jobs
+    8: ["report"],  # products
+    7: ["estimator", "export", "plots", "table"],
+    6: ["subspace"],  # compare
+    5: ["solvers"],  # choice
+    4: ["solvers.full", "solvers.covariance"],  # methods
+    3: ["moments", "bounds"],  # facts, and what they are worth
+    2: ["scatter", "spectrum", "tokens", "hooks", "sources", "models", "texts", "layout"],
+    1: ["result", "linalg", "precision"],  # values
+    0: ["_checks", "_files", "_labels"],  # ground
 }
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules}
 

@@ -140,16 +140,15 @@ def test_verdict_names_the_rows_that_hide_a_layer():
     hidden = rank - rank_all
     many = {place: 1 for place in range(16)}
     unknown = {0: 15}  # of one of the 16 rows the position is not known
-    for positions, words in ((None, "sink at 0 hides"), (many, "16 rows hide"), (unknown, "16 rows hide")):
+    for positions, words in ((None, "sink@0 hides"), (many, "16 rows hide"), (unknown, "16 rows hide")):
         assert (
-            verdict_of(TYPICAL, all_variances=LOUD, extreme=sink(positions=positions))
-            == f"{words} {hidden} dims"
+            verdict_of(TYPICAL, all_variances=LOUD, extreme=sink(positions=positions)) == f"{words} {hidden}"
         )
     few = verdict_of(TYPICAL, n=2 * D + 15, all_variances=LOUD, extreme=sink(n=2 * D + 15))
-    assert few == f"sink at 0 hides {hidden}+ dims"  # with more tokens the typical rank would be larger
+    assert few == f"sink@0 hides {hidden}+"  # with more tokens the typical rank would be larger
 
 
-@pytest.mark.parametrize(("loud", "words"), [(16, "near full, 95%"), (15, "sink at 0 hides 45 dims")])
+@pytest.mark.parametrize(("loud", "words"), [(16, "near full, 95%"), (15, "sink@0 hides 45")])
 def test_extreme_rows_hide_a_layer_at_a_quarter_of_its_rank(loud, words):
     """63 equal variances have rank 60; with `loud` large ones the rank is their number."""
     every = np.concatenate([np.full(loud, 1000.0), np.ones(63 - loud)])
@@ -167,7 +166,7 @@ def test_verdict_on_heavy_tails_constant_rows_and_truncated_spectra():
     assert verdict_of(np.zeros(D)) == "no variance"
     assert verdict_of([5.0, 2.0], d=D, total=10.0) == "over 2 of 64 dims"
     hides = site([5.0, 2.0, 1.0, 1.0], d=D, total=10.0, all_variances=[9.9], extreme=sink())
-    assert report_of(hides)["sites"]["model.layers.3"]["verdict"] == "sink at 0 hides 4+ dims"
+    assert report_of(hides)["sites"]["model.layers.3"]["verdict"] == "sink@0 hides 4+"
 
 
 @pytest.mark.parametrize("place", [0, 131071])

@@ -149,5 +149,5 @@ def test_printable_keeps_letters_and_replaces_controls():
 
 def test_describe_finds_a_name_and_counts():
     report = {"model": {"id": "x/y"}, "tokens": {"seen": 12345, "padding": 0, "file": "t.txt", "flag": True}}
-    assert describe(report) == ("x/y", "tokens: 12,345 seen, 0 padding")
+    assert describe(report) == ("x/y", "tokens: 12,345 seen")  # a zero says nothing
     assert describe({"model": {}, "tokens": {}}) == ("unnamed model", "tokens: not counted")
