@@ -65,7 +65,7 @@ def as_rows(
     if d is not None and x.shape[-1] != d:
         hint = f" If {what} come first, pass `{name}.mT`." if x.ndim >= 2 and x.shape[-2] == d else ""
         raise ValueError(f"`{name}` must end in {d} {what}, got shape {tuple(x.shape)}.{hint}")
-    return x.reshape(-1, x.shape[-1]), tuple(x.shape[:-1])
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1]), tuple(x.shape[:-1])
 
 
 def as_mask(mask: Any, shape: tuple[int, ...], device: torch.device) -> Tensor | None:

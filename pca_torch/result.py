@@ -114,7 +114,7 @@ class PCAResult:
         }
         return replace(self, **moved)
 
-    def transform(self, x: Tensor) -> Tensor:
+    def transform(self, x: Any) -> Tensor:
         """Scores of `x` in the basis of the fit.
 
         Args:
@@ -128,14 +128,15 @@ class PCAResult:
             ValueError: `x` does not end in D features.
         """
         rows, shape = as_rows(x, self.n_features)
-        work = torch.promote_types(self._out_dtype(x), self.components.dtype)
+        dtype = self._out_dtype(rows)
+        work = torch.promote_types(dtype, self.components.dtype)
         basis = self.components.to(work).mT
         if self.whiten:
             basis = basis / self.explained_variance.sqrt().to(work)
         scores = [self._standard(part).to(work) @ basis for part in rows.split(CHUNK_ROWS)]
-        return torch.cat(scores).to(self._out_dtype(x)).reshape(*shape, self.n_components)
+        return torch.cat(scores).to(dtype).reshape(*shape, self.n_components)
 
-    def inverse_transform(self, z: Tensor) -> Tensor:
+    def inverse_transform(self, z: Any) -> Tensor:
         """Samples (..., D) whose scores are `z` (..., K), in the dtype of `z`.
 
         Args:
@@ -145,13 +146,14 @@ class PCAResult:
             ValueError: `z` does not end in K scores.
         """
         rows, shape = as_rows(z, self.n_components, name="z", what="scores")
+        dtype = self._out_dtype(rows)
+        work = torch.promote_types(dtype, self.components.dtype)
         if self.whiten:
             rows = rows * self.explained_variance.sqrt()
-        work = torch.promote_types(self._out_dtype(z), self.components.dtype)
         back = (rows.to(work) @ self.components.to(work)).double()
         if self.scale is not None:
             back = back * self.scale
-        return (back + self.mean).to(self._out_dtype(z)).reshape(*shape, self.n_features)
+        return (back + self.mean).to(dtype).reshape(*shape, self.n_features)
 
     def reconstruction_error(self, x: Tensor, per: Literal["table", "sample", "scalar"] = "table") -> float:
         """Squared error of rebuilding `x` from its K scores, in the units of `x` squared.
