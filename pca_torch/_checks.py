@@ -23,17 +23,20 @@ def as_tensor(x: Any, name: str = "x") -> Tensor:
         name: how errors call it.
 
     Raises:
-        TypeError: not numeric, or complex.
+        TypeError: not numeric, wider than 64 bits, or complex.
     """
     if not isinstance(x, Tensor):
         array = np.asarray(x)
-        if array.dtype.kind not in "fiub":
+        if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
             raise TypeError(
-                f"`{name}` must be a numeric array or tensor, got {type(x).__name__} of {array.dtype}."
+                f"`{name}` must be a numeric array or tensor of at most 64 bits, "
+                f"got {type(x).__name__} of {array.dtype}."
             )
+        # native bytes in C order, as torch asks; not `ascontiguousarray`, which turns 0-d into 1-d
+        array = np.asarray(array, array.dtype.newbyteorder("="), order="C")
         if not array.flags.writeable:  # torch warns about a read-only buffer; we only read
             array = array.copy()
-        x = torch.from_numpy(np.ascontiguousarray(array))
+        x = torch.from_numpy(array)
     if x.is_complex():
         raise TypeError(
             f"`{name}` must be real, got {x.dtype}; pass `torch.view_as_real({name}).flatten(-2)`."

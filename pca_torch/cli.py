@@ -137,16 +137,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _spread(arguments: Sequence[str]) -> list[str]:
     """`--text a b` as `--text a --text b`: shells expand patterns to several words."""
     spread: list[str] = []
-    option = None
+    option, words = None, 0  # the option that is open, and how many words it has taken
     for word in arguments:
         if word.startswith("-"):
-            option = word if word in SPREAD else None
-            if option is None:
-                spread.append(word)
-        elif option is not None:
-            spread += [option, word]
-        else:
+            option, words = (word if word in SPREAD else None), 0
             spread.append(word)
+            continue
+        if option is not None and words:
+            spread.append(option)
+        spread.append(word)
+        words += 1
     return spread
 
 

@@ -257,7 +257,8 @@ class PCA(nn.Module):
         # a tensor so that a state_dict fits in a safetensors file.
         for name in ("components", "mean", "scale", "spectrum", "total_variance"):
             self._buffers[f"{name}_"] = getattr(result, name)
-        self._buffers["facts_"] = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
+        with torch.inference_mode(False):  # a buffer made inside a caller's could not be updated later
+            self._buffers["facts_"] = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
 
     def _forget(self) -> None:
         for name in BUFFERS:
@@ -268,19 +269,26 @@ class PCA(nn.Module):
             self._solve()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Shapes are not known before fitting: take the buffers that come."""
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing_keys: list[str], *rest: Any
+    ) -> None:
+        """Shapes are not known before fitting: take the buffers that come, all or none."""
         found = {name: state_dict[prefix + name] for name in BUFFERS if prefix + name in state_dict}
+        missing = [prefix + name for name in BUFFERS if name != "scale_" and name not in found]
+        if found and missing:
+            missing_keys.extend(missing)
+            return
         if found:
             self._statistic = None
-            self._forget()
             for name in BUFFERS:
                 value = found.get(name)
                 self._buffers[name] = None if value is None else torch.empty_like(value)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing_keys, *rest)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PCA:
         """Follow a change of device everywhere, and one of dtype in the components alone."""
+        if self._statistic is not None:
+            self._solve()  # what is not worked out yet would miss the change
         exact = {name: b for name, b in self._buffers.items() if b is not None and name != "components_"}
         super()._apply(fn, recurse)
         for name, before in exact.items():

@@ -26,6 +26,8 @@ __all__ = ["analyse", "decoder_layers", "fit_files", "run", "write_outputs"]
 
 Progress = Callable[[int], object]  # is told how many tokens or rows were just done
 
+HELD = 256  # rows a site holds aside at most: with D = 4096 in float32 that is 4 MiB
+
 
 def analyse(
     model: nn.Module,
@@ -264,7 +266,7 @@ class _Views:
             extreme = partial(
                 Moments, d, precision="float64" if x.device.type != "mps" else "auto", device=x.device
             )
-            self.views = TokenViews(typical, extreme)
+            self.views = TokenViews(typical, extreme, max_held=HELD)
         positions = None
         if self.drop_first and mask is not None and mask.ndim == 2:
             positions = mask.long().cumsum(1) - 1 + self.drop_first  # places in the whole sequence

@@ -133,7 +133,8 @@ class PCAResult:
         basis = self.components.to(work).mT
         if self.whiten:
             basis = basis / self.explained_variance.sqrt().to(work)
-        scores = [self._standard(part).to(work) @ basis for part in rows.split(CHUNK_ROWS)]
+        with torch.autocast(rows.device.type, enabled=False):  # would round the scores to 16 bits
+            scores = [self._standard(part).to(work) @ basis for part in rows.split(CHUNK_ROWS)]
         return torch.cat(scores).to(dtype).reshape(*shape, self.n_components)
 
     def inverse_transform(self, z: Any) -> Tensor:
@@ -150,7 +151,8 @@ class PCAResult:
         work = torch.promote_types(dtype, self.components.dtype)
         if self.whiten:
             rows = rows * self.explained_variance.sqrt()
-        back = (rows.to(work) @ self.components.to(work)).double()
+        with torch.autocast(rows.device.type, enabled=False):  # as in `transform`
+            back = (rows.to(work) @ self.components.to(work)).double()
         if self.scale is not None:
             back = back * self.scale
         return (back + self.mean).to(dtype).reshape(*shape, self.n_features)

@@ -1,12 +1,14 @@
-"""Arrays on disk, read by blocks into one buffer."""
+"""Arrays on disk, read by blocks: nothing in a header is believed before the file's size confirms it."""
 
 from __future__ import annotations
 
+import io
 import math
+import os
 import re
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -16,139 +18,170 @@ from pca_torch._checks import check_number
 
 __all__ = ["NpySource", "open_sources"]
 
-BLOCK_BYTES = 16 << 20
-LONGEST_HEADER = 1 << 16
-READERS = {
-    (1, 0): np.lib.format.read_array_header_1_0,
-    (2, 0): np.lib.format.read_array_header_2_0,
-    (3, 0): np.lib.format.read_array_header_2_0,  # differs in the encoding of field names, which we refuse
-}
+BLOCK_BYTES = 16 * 2**20  # one read: large enough for full disk speed, small beside any D × D statistic
+HEADER_BYTES = 2**14  # numpy refuses headers above 10,000 bytes; a longer claim is never allocated
 
 
 class NpySource:
-    """A `.npy` file of samples (..., D): the leading axes are flattened to rows.
+    """The rows of one `.npy` file, as blocks of (rows, D) tensors.
 
-    Iterating yields tensors (rows, D) that are views of one reused buffer: copy what is to be kept.
-    Nothing is unpickled, and nothing is allocated before the header agrees with the size of the file.
+    Every block is a view of one buffer that the next block overwrites: copy what must outlive the
+    turn of the loop. Each `for` opens the file anew, so a source can be read any number of times.
 
     Args:
-        path: the file.
-        block_rows: rows per block; None makes blocks of about 16 MiB.
+        path: a `.npy` file in C order with at least two dimensions, real numbers or booleans, either
+            byte order. The last axis is D; the leading ones are flattened to rows.
+        block_rows: rows per block; None fills about 16 MiB.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not an array of real numbers with two or more dimensions, or it is damaged.
+        ValueError: the file is not such an array, its size is not what its header says, or
+            `block_rows` is below 1.
     """
 
-    def __init__(self, path: str | Path, block_rows: int | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], block_rows: int | None = None) -> None:
         self.path = Path(path)
+        if block_rows is not None:
+            check_number(block_rows, "block_rows", "at least 1", block_rows >= 1)
         if not self.path.exists():
-            raise FileNotFoundError(f"there is no file {self.path}; give .npy arrays.")
-        if self.path.is_dir():
-            raise ValueError(f"{self.path} is a folder; give its .npy files.")
-        self.shape, self._stored, self._offset = self._read_header()
+            raise FileNotFoundError(f"{self.path}: no such file.")
+        if not self.path.is_file():  # before opening: a pipe would wait for a writer
+            raise ValueError(f"{self.path}: not a file; give the `.npy` files themselves.")
+        with self.path.open("rb") as file:
+            self._stat = _fingerprint(file.fileno())
+            head = io.BytesIO(file.read(HEADER_BYTES))
+        self.shape, fortran, self._stored = _header(self.path, head)
+        self._start = head.tell()
+        self._check_layout(fortran)
         self.n_features = self.shape[-1]
         self.n_rows = math.prod(self.shape[:-1])
-        self._native = self._stored.newbyteorder("=")
-        self.dtype: torch.dtype = torch.from_numpy(np.empty(0, self._native)).dtype
         row_bytes = self.n_features * self._stored.itemsize
-        self.block_rows = min(self.n_rows, block_rows or max(1, BLOCK_BYTES // row_bytes))
-        check_number(block_rows, "block_rows", "an integer ≥ 1", block_rows is None or block_rows >= 1)
+        # the file was seen to hold n_rows rows, so a block is never larger than the file
+        self.block_rows = min(block_rows or max(1, BLOCK_BYTES // row_bytes), self.n_rows)
+        self.dtype: torch.dtype = torch.from_numpy(np.empty(0, self._stored.newbyteorder("="))).dtype
 
     def __iter__(self) -> Iterator[Tensor]:
-        buffer = np.empty((self.block_rows, self.n_features), self._stored)
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            for start in range(0, self.n_rows, self.block_rows):
-                block = buffer[: min(self.block_rows, self.n_rows - start)]
-                raw: Any = block.reshape(-1).view(np.uint8)
-                if file.readinto(raw) != block.nbytes:
-                    raise ValueError(f"{self.path} shrank while it was read; write it again.")
-                yield torch.from_numpy(block if self._stored == self._native else block.astype(self._native))
+        """Blocks in file order.
 
-    def _read_header(self) -> tuple[tuple[int, ...], np.dtype[Any], int]:
-        """Shape, dtype and where the data start, checked against the size of the file.
+        Yields:
+            (rows, D) tensor in `dtype`, a view of the reused buffer.
 
         Raises:
-            ValueError: anything is wrong.
+            ValueError: the file is no longer the one that was opened.
         """
-        size = self.path.stat().st_size
+        buffer = np.empty((self.block_rows, self.n_features), self._stored.newbyteorder("="))
         with self.path.open("rb") as file:
-            try:
-                shape, fortran, dtype = _parse(file, size)
-            except Exception as error:  # numpy evaluates the header text and lets any parser error through
-                raise ValueError(f"{self.path} is not a .npy array; write it with `numpy.save`.") from error
-            offset = file.tell()
-        self._check_dtype(dtype)
-        if len(shape) < 2 or 0 in shape:
-            raise ValueError(
-                f"{self.path} must hold samples (..., D), two or more dimensions, none empty, got {shape}."
-            )
-        if size - offset != math.prod(shape) * dtype.itemsize:
-            raise ValueError(
-                f"{self.path} is damaged: {shape} of {dtype} takes {math.prod(shape) * dtype.itemsize} "
-                f"bytes, the file has {size - offset}; write it again."
-            )
-        if fortran and sum(n > 1 for n in shape) > 1:
-            raise ValueError(f"{self.path} is in Fortran order; save `numpy.ascontiguousarray` of it.")
-        return shape, dtype, offset
+            file.seek(self._start)
+            for first in range(0, self.n_rows, self.block_rows or 1):
+                block = buffer[: self.n_rows - first]
+                got = file.readinto(block.view(np.uint8))
+                if got != block.nbytes or _fingerprint(file.fileno()) != self._stat:
+                    raise ValueError(f"{self.path}: the file changed after it was opened; open it again.")
+                yield torch.from_numpy(self._to_native(block))
 
-    def _check_dtype(self, dtype: np.dtype[Any]) -> None:
-        """Refuse what is no real number, or none that torch has.
+    def _to_native(self, block: np.ndarray) -> np.ndarray:
+        if self._stored.kind == "b":  # other bytes than 0 and 1 are no booleans; any of them is true
+            return np.not_equal(block.view(np.uint8), 0, out=block)
+        return block if self._stored.isnative else block.byteswap(inplace=True)
+
+    def _check_layout(self, fortran: bool) -> None:
+        """Refuse what cannot be read as rows of D real numbers.
 
         Raises:
-            ValueError: it is not.
+            ValueError: the dtype, the shape, the order or the size of the file.
         """
-        if dtype.kind == "V" and dtype.itemsize == 2 and dtype.names is None:
-            raise ValueError(f"{self.path} holds raw 2-byte values, perhaps bfloat16; save it as float32.")
+        where, shape, dtype = self.path, self.shape, self._stored
+        if dtype.kind == "V" and dtype.itemsize == 2 and dtype.names is None and dtype.subdtype is None:
+            raise ValueError(
+                f"{where}: two-byte void, as numpy stores bfloat16; save `x.float().numpy()` instead."
+            )
         if dtype.kind not in "fiub" or dtype.itemsize > 8:
             raise ValueError(
-                f"{self.path} must hold real numbers of up to 64 bits, got {dtype}; convert it first."
+                f"{where}: must hold real numbers of at most 64 bits, got {_short(dtype)}; convert it."
+            )
+        if len(shape) < 2:
+            raise ValueError(f"{where}: must have shape (..., D) with at least two dimensions, got {shape}.")
+        if min(shape) < 0 or shape[-1] == 0:
+            raise ValueError(
+                f"{where}: must have at least one column and no negative size, got {_short(shape)}."
+            )
+        stored, claimed = self._stat[0] - self._start, math.prod(shape) * dtype.itemsize
+        if stored != claimed:
+            raise ValueError(
+                f"{where}: {stored} bytes of data, but {_short(shape)} of {dtype} needs {_short(claimed)}; "
+                "the file is truncated or damaged."
+            )
+        if fortran and sum(size > 1 for size in shape) > 1:  # with one long axis both orders are the same
+            raise ValueError(
+                f"{where}: stored in Fortran order, whose rows are scattered; save `np.ascontiguousarray(x)`."
             )
 
 
-def open_sources(paths: Sequence[str | Path]) -> list[NpySource]:
-    """Sources of one data set in natural order: `shard_2` before `shard_10`.
+def open_sources(paths: Iterable[str | os.PathLike[str]]) -> list[NpySource]:
+    """The shards of one data set in natural order: `shard_2` stands before `shard_10`.
 
     Args:
-        paths: `.npy` files.
+        paths: `.npy` files, in any order.
 
     Raises:
-        ValueError: there are none, or they differ in D.
+        ValueError: no path, a file given twice, or files with different D.
     """
-    if not paths:
-        raise ValueError("`paths` must name at least one .npy file, got none.")
-    sources = [NpySource(path) for path in sorted(map(Path, paths), key=_natural)]
+    ordered = sorted(map(Path, paths), key=_natural)
+    if not ordered:
+        raise ValueError("`paths` is empty; give at least one `.npy` file.")
+    if len({path.resolve() for path in ordered}) < len(ordered):
+        raise ValueError("`paths` names a file twice; its rows would count twice.")
+    sources = [NpySource(path) for path in ordered]
     first = sources[0]
-    for other in sources:
-        if other.n_features != first.n_features:
+    for source in sources:
+        if source.n_features != first.n_features:
             raise ValueError(
-                f"{other.path} has {other.n_features} features, {first.path} has {first.n_features}; "
-                "give files of one data set."
+                f"{source.path}: {source.n_features} columns, but {first.path} has {first.n_features}; "
+                "all files must have the same D."
             )
     return sources
 
 
-def _natural(path: Path) -> list[tuple[int, int | str]]:
-    return [
-        (0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"([0-9]+)", str(path)) if part
-    ]
-
-
-def _parse(file: BinaryIO, size: int) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """The three fields of a header whose length was compared with the file first.
-
-    Raises:
-        ValueError: the version, the length or a field is none that the format allows.
-    """
-    version = np.lib.format.read_magic(file)
-    width = 2 if version == (1, 0) else 4
-    start = file.tell()
-    length = int.from_bytes(file.read(width), "little")
-    if length > min(size, LONGEST_HEADER):
-        raise ValueError("the header is longer than the file")
-    file.seek(start)
-    shape, fortran, dtype = READERS[version](file, max_header_size=LONGEST_HEADER)
-    if not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError("the shape is not made of integers")
+def _header(path: Path, head: io.BytesIO) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, Fortran flag and stored dtype; leaves `head` where the data begin."""
+    start = head.getvalue()[:4]
+    if not start:
+        raise ValueError(f"{path}: the file is empty.")
+    if start == b"PK\x03\x04":
+        raise ValueError(
+            f"{path}: a zip archive (.npz or .pt), not `.npy`; save each array with `numpy.save`."
+        )
+    try:
+        version = np.lib.format.read_magic(head)
+    except ValueError as error:
+        raise ValueError(f"{path}: not a `.npy` file, the first bytes are {start!r}.") from error
+    if version not in {(1, 0), (2, 0), (3, 0)}:
+        raise ValueError(f"{path}: `.npy` version {version}; 1.0, 2.0 and 3.0 can be read.")
+    # 3.0 is 2.0 in UTF-8, which differs only in field names, and fields are refused anyway
+    parse = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a damaged header is compiled like source and warns like it
+            shape, fortran, dtype = parse(head)
+    except Exception as error:  # any bytes reach the parser, and it fails in any way
+        reason = " ".join(str(error).split())[:80]
+        raise ValueError(f"{path}: the `.npy` header is damaged ({reason}).") from error
     return shape, fortran, dtype
+
+
+def _fingerprint(descriptor: int) -> tuple[int, int, int]:
+    """Size, time of change and identity of an open file."""
+    stat = os.fstat(descriptor)
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
+
+
+def _natural(path: Path) -> tuple[list[str | int], str]:
+    """Sort key: runs of digits count as numbers; spellings of one number fall back to the text."""
+    name = path.as_posix()
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)], name
+
+
+def _short(value: object) -> str:
+    """`value` for a one-line message: what a damaged header claims can be of any length."""
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -28,7 +28,7 @@ def captured(statistic: Moments | Any, basis: Any, *, ddof: float = 1) -> Tensor
         (K,) float64, or a scalar tensor for one direction.
 
     Raises:
-        ValueError: another D, a direction of length zero, or too few rows for `ddof`.
+        ValueError: another D, a direction that is zero or not finite, or too few rows for `ddof`.
     """
     if not isinstance(statistic, Moments):
         rows, _ = as_rows(statistic)
@@ -36,8 +36,11 @@ def captured(statistic: Moments | Any, basis: Any, *, ddof: float = 1) -> Tensor
     v, shape = as_rows(basis, statistic.n_features, name="basis")
     covariance = statistic.covariance(ddof)
     v = v.to(covariance.device).double()
-    length = v.square().sum(1)
-    if not bool((length > 0).all()):
-        raise ValueError("`basis` must hold directions of non-zero length, got a row of zeros; drop it.")
+    size = v.abs().amax(1, keepdim=True)
+    if not bool(((size > 0) & size.isfinite()).all()):
+        raise ValueError(
+            "`basis` must hold finite directions of non-zero length, got a row of zeros, NaN or inf; drop it."
+        )
+    v = v / size  # squares of very long or short directions would leave the range of float64
     with exact_products(v.device):
-        return ((v @ covariance * v).sum(1) / length).reshape(shape)
+        return ((v @ covariance * v).sum(1) / v.square().sum(1)).reshape(shape)

@@ -98,14 +98,13 @@ def token_batches(n=6, length=12, seed=1):
 
 
 def collected(model, batches, site, keep=lambda mask: mask.bool()):
-    rows = []
+    rows, outputs = [], []
     with torch.no_grad():
+        handle = model.get_submodule(site).register_forward_hook(lambda m, a, out: outputs.append(out))
         for batch in batches:
-            outputs = []
-            handle = model.get_submodule(site).register_forward_hook(lambda m, a, out: outputs.append(out))
             model(**batch)
-            handle.remove()
-            rows.append(outputs[0][keep(batch["attention_mask"])])
+            rows.append(outputs.pop()[keep(batch["attention_mask"])])
+        handle.remove()
     return torch.cat(rows)
 
 

@@ -1,0 +1,248 @@
+"""The checks at the door: what passes, and one sentence for what does not."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from pca_torch import _checks as checks
+
+CPU = torch.device("cpu")
+
+
+def literally(text):
+    return re.escape(text)
+
+
+# ---------------------------------------------------------------- as_tensor
+DTYPES = ["bool", "int8", "uint8", "uint16", "int32", "uint64", "float16", "float32", "float64"]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, ">f4", ">i2", ">f8"])
+def test_arrays_of_every_dtype_keep_their_values(dtype):
+    array = np.array([[0, 1], [1, 1]]).astype(dtype)
+    x = checks.as_tensor(array)
+    assert x.tolist() == array.tolist()
+    assert x.element_size() == array.itemsize
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda a: a[::-1], lambda a: a[:, ::2], lambda a: a.T, np.asfortranarray],
+    ids=["backwards", "strided", "transposed", "fortran"],
+)
+def test_arrays_of_every_layout_keep_their_values(view):
+    array = view(np.arange(12.0).reshape(3, 4))
+    assert checks.as_tensor(array).tolist() == array.tolist()
+
+
+def test_read_only_arrays_are_taken_without_a_warning():
+    array = np.arange(6.0).reshape(3, 2)
+    array.flags.writeable = False
+    x = checks.as_tensor(array)  # a warning is an error here
+    x += 1
+    assert array[0, 0] == 0
+
+
+def test_tensors_pass_as_they_are():
+    x = torch.randn(3, 2, dtype=torch.bfloat16)
+    assert checks.as_tensor(x) is x
+
+
+def test_nested_numbers_are_an_array():
+    assert checks.as_tensor([[1, 2], [3, 4]]).dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        ("abc", "`x` must be a numeric array or tensor of at most 64 bits, got str of <U3."),
+        (None, "`x` must be a numeric array or tensor of at most 64 bits, got NoneType of object."),
+        ({"a": 1}, "got dict of object."),
+        (np.zeros(2, "datetime64[s]"), "got ndarray of datetime64[s]."),
+        (np.zeros(2, complex), "got ndarray of complex128."),
+        (np.zeros(2, np.longdouble), f"got ndarray of {np.dtype(np.longdouble)}."),
+        (torch.zeros(2, dtype=torch.complex64), "pass `torch.view_as_real(x).flatten(-2)`."),
+    ],
+    ids=["text", "none", "mapping", "dates", "complex_array", "wide", "complex_tensor"],
+)
+def test_what_is_not_real_is_refused(x, message):
+    if getattr(x, "dtype", None) == np.longdouble and np.dtype(np.longdouble).itemsize == 8:
+        pytest.skip("long double is float64 on this platform")
+    with pytest.raises(TypeError, match=literally(message)):
+        checks.as_tensor(x)
+
+
+def test_the_remedy_for_complex_data_is_taken():
+    x = torch.tensor([[1 + 2j, 3 - 1j]])
+    assert checks.as_tensor(torch.view_as_real(x).flatten(-2)).tolist() == [[1, 2, 3, -1]]
+
+
+# ---------------------------------------------------------------- as_rows
+@pytest.mark.parametrize(
+    ("shape", "d", "rows", "leading"),
+    [
+        ((5, 3), None, (5, 3), (5,)),
+        ((2, 5, 3), None, (10, 3), (2, 5)),
+        ((2, 1, 5, 3), 3, (10, 3), (2, 1, 5)),
+        ((0, 3), None, (0, 3), (0,)),
+        ((3,), 3, (1, 3), ()),
+        ((4, 0), 0, (4, 0), (4,)),
+    ],
+)
+def test_leading_dimensions_are_rows(shape, d, rows, leading):
+    x = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    found, lead = checks.as_rows(x, d)
+    assert (tuple(found.shape), lead) == (rows, leading)
+    assert found.flatten().tolist() == x.flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    ("shape", "d", "message"),
+    [
+        ((3,), None, "`z` must have shape (..., D) with at least two dimensions, got (3,)."),
+        ((), 3, "`z` must have shape (..., D) with at least two dimensions, got ()."),
+        ((4, 0), None, "`z` must have at least one column, got shape (4, 0)."),
+        ((8, 4), 5, "`z` must end in 5 scores, got shape (8, 4)."),
+        ((2, 5, 7), 5, "got shape (2, 5, 7). If scores come first, pass `z.mT`."),
+    ],
+)
+def test_other_shapes_are_refused(shape, d, message):
+    with pytest.raises(ValueError, match=literally(message) + "$"):
+        checks.as_rows(torch.zeros(shape), d, name="z", what="scores")
+
+
+# ---------------------------------------------------------------- as_mask, as_weights
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.float64])
+def test_a_mask_of_any_dtype_is_flat_booleans(dtype):
+    mask = checks.as_mask(torch.tensor([[1, 0], [0, 1]], dtype=dtype), (2, 2), CPU)
+    assert mask is not None
+    assert mask.dtype == torch.bool
+    assert mask.tolist() == [True, False, False, True]
+
+
+def test_no_mask_and_no_weights_are_none():
+    assert checks.as_mask(None, (2,), CPU) is None
+    assert checks.as_weights(None, (2,), CPU) is None
+
+
+@pytest.mark.parametrize("values", [[1, 2], [0.5, 1], [float("nan"), 1], [-1, 0]])
+def test_a_mask_with_other_values_names_weights(values):
+    with pytest.raises(
+        ValueError, match="`mask` must hold 0 and 1 only.*fractional importance goes in `weights`"
+    ):
+        checks.as_mask(values, (2,), CPU)
+
+
+@pytest.mark.parametrize(("check", "name"), [(checks.as_mask, "mask"), (checks.as_weights, "weights")])
+def test_the_leading_shape_is_asked_for(check, name):
+    message = f"`{name}` must have the leading shape of `x`, (2, 3), got (3, 2)."
+    with pytest.raises(ValueError, match=literally(message)):
+        check(torch.ones(3, 2), (2, 3), CPU)
+
+
+def test_weights_are_flat_float64():
+    weights = checks.as_weights(torch.tensor([[0, 2], [1, 3]]), (2, 2), CPU)
+    assert weights is not None
+    assert weights.dtype == torch.float64
+    assert weights.tolist() == [0, 2, 1, 3]
+
+
+@pytest.mark.parametrize("bad", [-1e-9, float("nan"), float("inf")])
+def test_weights_are_finite_and_not_negative(bad):
+    with pytest.raises(ValueError, match="`weights` must be finite and not negative; select rows with `mask`"):
+        checks.as_weights([1.0, bad], (2,), CPU)
+
+
+# ---------------------------------------------------------------- select_rows
+def test_rows_are_selected_by_mask_and_by_weight():
+    rows = torch.arange(8.0).reshape(4, 2)
+    mask, weights = torch.tensor([True, True, True, False]), torch.tensor([2.0, 0.0, 1.0, 1.0]).double()
+    have, w, dropped = checks.select_rows(rows, mask, weights, "raise")
+    assert have.tolist() == [[0, 1], [4, 5]]
+    assert w is not None
+    assert (w.tolist(), dropped) == ([2, 1], 0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_rows_that_are_not_finite(bad, dtype):
+    rows = torch.ones(5, 3, dtype=dtype)
+    rows[1, 2], rows[3, 0], rows[3, 1] = bad, bad, -bad  # the last two cancel or give NaN in a sum
+    message = "`x` has 2 of 5 samples with NaN or inf. Drop them (nonfinite='drop')"
+    with pytest.raises(ValueError, match=literally(message)):
+        checks.select_rows(rows, None, None, "raise")
+    weights = torch.arange(1.0, 6.0).double()
+    have, w, dropped = checks.select_rows(rows, None, weights, "drop")
+    assert w is not None
+    assert (len(have), w.tolist(), dropped) == (3, [1, 3, 5], 2)
+    assert bool(have.isfinite().all())
+
+
+def test_rows_left_out_may_hold_anything():
+    rows = torch.tensor([[float("nan"), 1.0], [2.0, 3.0]])
+    mask = torch.tensor([False, True])
+    assert checks.select_rows(rows, mask, None, "raise")[0].tolist() == [[2, 3]]
+    assert checks.select_rows(rows, None, mask.double(), "raise")[0].tolist() == [[2, 3]]
+
+
+def test_finite_rows_whose_sum_overflows_count():
+    rows = torch.full((4, 2), 1e308, dtype=torch.float64)
+    assert len(checks.select_rows(rows, None, None, "raise")[0]) == 4
+
+
+# ---------------------------------------------------------------- numbers and choices
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [(None, None), (0, 0), (3, 3), (np.int64(3), 3), (0.5, 0.5), (1.0, 1.0), (np.float64(1), 1.0), (1, 1)],
+)
+def test_components_are_a_count_or_a_share(given, want):
+    have = checks.as_components(given)
+    assert have == want
+    assert type(have) is type(want)  # 1 is one component, 1.0 is all the variance
+
+
+@pytest.mark.parametrize(
+    "bad", [True, False, -1, np.int64(-2), 0.0, 2.5, -0.5, float("nan"), "mle", np.array([2])]
+)
+def test_other_components_are_refused_with_what_came(bad):
+    message = "`n_components` must be an integer ≥ 0, a share in (0, 1] as a float, or None, got "
+    with pytest.raises(ValueError, match=literally(message + repr(bad))):
+        checks.as_components(bad)
+
+
+def test_numbers_out_of_range_are_refused():
+    checks.check_number(3, "n", "above 2", True)
+    with pytest.raises(ValueError, match="`n` must be above 2, got 1"):
+        checks.check_number(1, "n", "above 2", False)
+
+
+def test_choices():
+    checks.check_choice("a", "mode", ("a", "b"))
+    with pytest.raises(ValueError, match="`mode` must be one of 'a', 'b', got 'c'"):
+        checks.check_choice("c", "mode", ("a", "b"))
+
+
+# ---------------------------------------------------------------- memory
+def test_free_memory_lies_between_nothing_and_the_machine():
+    free = checks.free_memory(CPU)
+    if free is None:
+        pytest.skip("this system does not say how much memory is free")
+    assert 0 < free < 2**50
+    assert checks.free_memory(torch.device("meta")) is None
+
+
+def test_a_square_that_does_not_fit_is_refused_with_its_size(monkeypatch):
+    monkeypatch.setattr(checks, "free_memory", lambda _: 8 * 2 * 100**2)
+    checks.require_square(100, 2, CPU, "use less")  # exactly what is there
+    message = "a 101 × 101 covariance needs 0.0 GiB on cpu, 0.0 GiB is free; use less."
+    with pytest.raises(ValueError, match=literally(message)):
+        checks.require_square(101, 2, CPU, "use less")
+
+
+def test_a_square_beyond_lapack_is_refused_where_memory_is_enough(monkeypatch):
+    monkeypatch.setattr(checks, "free_memory", lambda _: None)
+    checks.require_square(checks.LAPACK_LARGEST, 1, CPU, "use less")
+    with pytest.raises(ValueError, match="a 32767 × 32767 eigenproblem is beyond LAPACK's 32766; use less"):
+        checks.require_square(checks.LAPACK_LARGEST + 1, 1, CPU, "use less")
