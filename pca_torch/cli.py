@@ -24,6 +24,7 @@ View = Literal["typical", "all"]
 
 app = typer.Typer(
     add_completion=False,
+    pretty_exceptions_enable=False,
     no_args_is_help=True,
     help="How many dimensions the layers of a model use, and which ones.",
 )

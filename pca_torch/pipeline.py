@@ -144,13 +144,16 @@ def run(
         raise ValueError("`text` and `tokens` exclude each other; give one of them.")
     ids = None if tokens is None else texts.read_tokens(Path(tokens), seq_len, max_tokens)
     _check_drop(drop_first, seq_len if ids is None else ids.seq_len)
-    language_model = load_model(model, device=device, dtype=dtype, revision=revision)
+    language_model = load_model(model, device=device, dtype=dtype, revision=revision, tokenizer=ids is None)
     if ids is None:
-        pieces = texts.read_texts(list(map(Path, text))) if text else texts.default_text()
+        pieces = texts.read_texts(text) if text else [texts.default_text()]
         ids = texts.token_windows(pieces, language_model.tokenizer, seq_len, max_tokens)
-    ids.check(language_model.vocab_size)
+    embedding: Any = language_model.model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
+    texts.check_ids(ids.ids, embedding.num_embeddings)
     where = next(language_model.model.parameters()).device
-    batches = ({key: value.to(where) for key, value in batch.items()} for batch in ids.batches(batch_size))
+    batches = (
+        {key: value.to(where) for key, value in batch.items()} for batch in texts.batches(ids.ids, batch_size)
+    )
     step = None if progress is None else progress("capturing", ids.seen + ids.padding)
     results = analyse(
         language_model.model, batches, sites, n_components=n_components, drop_first=drop_first, progress=step

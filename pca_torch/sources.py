@@ -55,10 +55,11 @@ class NpySource:
         self._check_layout(fortran)
         self.n_features = self.shape[-1]
         self.n_rows = math.prod(self.shape[:-1])
-        row_bytes = self.n_features * self._stored.itemsize
-        # the file was seen to hold n_rows rows, so a block is never larger than the file
-        self.block_rows = min(block_rows or max(1, BLOCK_BYTES // row_bytes), self.n_rows)
-        self.dtype: torch.dtype = torch.from_numpy(np.empty(0, self._stored.newbyteorder("="))).dtype
+        self._native = self._stored.newbyteorder("=")
+        self.dtype: torch.dtype = torch.from_numpy(np.empty(0, self._native)).dtype
+        self._row_bytes = self.n_features * self._stored.itemsize
+        # the file was seen to hold n_rows rows, so no block is larger than the file
+        self.block_rows = min(block_rows or max(1, BLOCK_BYTES // self._row_bytes), self.n_rows)
 
     def __iter__(self) -> Iterator[Tensor]:
         """Blocks in file order.
@@ -69,20 +70,24 @@ class NpySource:
         Raises:
             ValueError: the file is no longer the one that was opened.
         """
-        buffer = np.empty((self.block_rows, self.n_features), self._stored.newbyteorder("="))
+        if not self.n_rows:
+            return
+        buffer = np.empty(self.block_rows * self._row_bytes, np.uint8)
         with self.path.open("rb") as file:
             file.seek(self._start)
-            for first in range(0, self.n_rows, self.block_rows or 1):
-                block = buffer[: self.n_rows - first]
-                got = file.readinto(block.view(np.uint8))
+            for first in range(0, self.n_rows, self.block_rows):
+                block = buffer[: (self.n_rows - first) * self._row_bytes]
+                got = file.readinto(block.data)
                 if got != block.nbytes or _fingerprint(file.fileno()) != self._stat:
                     raise ValueError(f"{self.path}: the file changed after it was opened; open it again.")
-                yield torch.from_numpy(self._to_native(block))
+                yield torch.from_numpy(self._to_native(block).reshape(-1, self.n_features))
 
     def _to_native(self, block: np.ndarray) -> np.ndarray:
-        if self._stored.kind == "b":  # other bytes than 0 and 1 are no booleans; any of them is true
-            return np.not_equal(block.view(np.uint8), 0, out=block)
-        return block if self._stored.isnative else block.byteswap(inplace=True)
+        """The bytes as numbers, in place."""
+        if self._stored.kind == "b":  # a byte other than 0 and 1 is no boolean, and acts as either
+            return np.not_equal(block, 0, out=block.view(np.bool_))
+        numbers = block.view(self._native)
+        return numbers if self._stored.isnative else numbers.byteswap(inplace=True)
 
     def _check_layout(self, fortran: bool) -> None:
         """Refuse what cannot be read as rows of D real numbers.
@@ -105,10 +110,10 @@ class NpySource:
             raise ValueError(
                 f"{where}: must have at least one column and no negative size, got {_short(shape)}."
             )
-        stored, claimed = self._stat[0] - self._start, math.prod(shape) * dtype.itemsize
-        if stored != claimed:
+        stored = self._stat[0] - self._start
+        if stored != math.prod(shape) * dtype.itemsize:  # Python integers: no header overflows them
             raise ValueError(
-                f"{where}: {stored} bytes of data, but {_short(shape)} of {dtype} needs {_short(claimed)}; "
+                f"{where}: {stored} bytes of data are not {_short(shape)} of {dtype}; "
                 "the file is truncated or damaged."
             )
         if fortran and sum(size > 1 for size in shape) > 1:  # with one long axis both orders are the same
@@ -143,30 +148,30 @@ def open_sources(paths: Iterable[str | os.PathLike[str]]) -> list[NpySource]:
 
 
 def _header(path: Path, head: io.BytesIO) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Shape, Fortran flag and stored dtype; leaves `head` where the data begin."""
+    """Shape, Fortran flag and stored dtype; leaves `head` where the data begin.
+
+    Raises:
+        ValueError: not the header of a `.npy` file.
+    """
     start = head.getvalue()[:4]
     if not start:
         raise ValueError(f"{path}: the file is empty.")
     if start == b"PK\x03\x04":
-        raise ValueError(
-            f"{path}: a zip archive (.npz or .pt), not `.npy`; save each array with `numpy.save`."
-        )
-    try:
-        version = np.lib.format.read_magic(head)
-    except ValueError as error:
-        raise ValueError(f"{path}: not a `.npy` file, the first bytes are {start!r}.") from error
-    if version not in {(1, 0), (2, 0), (3, 0)}:
-        raise ValueError(f"{path}: `.npy` version {version}; 1.0, 2.0 and 3.0 can be read.")
-    # 3.0 is 2.0 in UTF-8, which differs only in field names, and fields are refused anyway
-    parse = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        raise ValueError(f"{path}: a zip archive (.npz, .pt), not `.npy`; save each array with `numpy.save`.")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a damaged header is compiled like source and warns like it
-            shape, fortran, dtype = parse(head)
+            warnings.simplefilter("ignore")  # a damaged header is parsed as source and warns like it
+            version = np.lib.format.read_magic(head)
+            if version == (1, 0):
+                return np.lib.format.read_array_header_1_0(head)
+            if version in {
+                (2, 0),
+                (3, 0),
+            }:  # 3.0 is 2.0 in UTF-8: other field names, which are refused anyway
+                return np.lib.format.read_array_header_2_0(head)
     except Exception as error:  # any bytes reach the parser, and it fails in any way
-        reason = " ".join(str(error).split())[:80]
-        raise ValueError(f"{path}: the `.npy` header is damaged ({reason}).") from error
-    return shape, fortran, dtype
+        raise ValueError(f"{path}: the `.npy` header is damaged ({_short(error)}).") from error
+    raise ValueError(f"{path}: `.npy` version {version}; 1.0, 2.0 and 3.0 can be read.")
 
 
 def _fingerprint(descriptor: int) -> tuple[int, int, int]:
@@ -183,5 +188,5 @@ def _natural(path: Path) -> tuple[list[str | int], str]:
 
 def _short(value: object) -> str:
     """`value` for a one-line message: what a damaged header claims can be of any length."""
-    text = str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    text = " ".join(str(value).split())
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -151,7 +151,9 @@ def test_weights_are_flat_float64():
 
 @pytest.mark.parametrize("bad", [-1e-9, float("nan"), float("inf")])
 def test_weights_are_finite_and_not_negative(bad):
-    with pytest.raises(ValueError, match="`weights` must be finite and not negative; select rows with `mask`"):
+    with pytest.raises(
+        ValueError, match="`weights` must be finite and not negative; select rows with `mask`"
+    ):
         checks.as_weights([1.0, bad], (2,), CPU)
 
 

@@ -149,7 +149,7 @@ def errors(local_model, tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     model = ["run", local_model]
     return {
-        "few tokens": ([*model, "--text", short], "fewer than one sequence of 512"),
+        "few tokens": ([*model, "--text", short], "gave 3 tokens"),
         "no file": ([*model, "--text", tmp_path / "none.txt"], "none.txt"),
         "empty": ([*model, "--text", tmp_path / "empty.txt"], "empty.txt"),
         "not utf-8": ([*model, "--text", tmp_path / "latin.txt"], "UTF-8"),

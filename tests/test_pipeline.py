@@ -33,12 +33,12 @@ def extreme_rows(rows):
 @pytest.fixture(scope="module")
 def analysed(smollm2):
     """Reports of four layers on 1,024 tokens, and the activations themselves."""
-    tokens = texts.token_windows(texts.default_text(), smollm2.tokenizer, LENGTH, SEQUENCES * LENGTH)
+    tokens = texts.token_windows([texts.default_text()], smollm2.tokenizer, LENGTH, SEQUENCES * LENGTH)
     sites = [f"model.layers.{layer}" for layer in LAYERS]
-    reports = pt.analyse(smollm2.model, tokens.batches(2), sites)
+    reports = pt.analyse(smollm2.model, texts.batches(tokens.ids, 2), sites)
     rows = {site: [] for site in sites}
     with torch.no_grad(), pt.capture(smollm2.model, {site: rows[site].append for site in sites}):
-        for batch in tokens.batches(4):
+        for batch in texts.batches(tokens.ids, 4):
             smollm2.model.base_model(**batch, use_cache=False)
     return reports, {site: torch.cat(parts) for site, parts in rows.items()}
 
