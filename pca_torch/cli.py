@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         app(arguments, prog_name="pca-torch", standalone_mode=True)
     except KeyboardInterrupt:
         _fail("interrupted; files that were there before are as they were.", 130)
-    except (ValueError, TypeError, OSError, RuntimeError, ImportError, MemoryError) as error:
+    except (ValueError, OSError, RuntimeError, ImportError, MemoryError) as error:
         _fail(_one_line(error), 1)
 
 

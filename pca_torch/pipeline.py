@@ -144,7 +144,9 @@ def run(
         raise ValueError("`text` and `tokens` exclude each other; give one of them.")
     ids = None if tokens is None else texts.read_tokens(Path(tokens), seq_len, max_tokens)
     _check_drop(drop_first, seq_len if ids is None else ids.seq_len)
-    language_model = load_model(model, device=device, dtype=dtype, revision=revision, tokenizer=ids is None)
+    language_model = load_model(
+        model, device=device, dtype=dtype, revision=revision, with_tokenizer=ids is None
+    )
     if ids is None:
         pieces = texts.read_texts(text) if text else [texts.default_text()]
         ids = texts.token_windows(pieces, language_model.tokenizer, seq_len, max_tokens)
