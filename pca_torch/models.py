@@ -80,7 +80,10 @@ def load_model(
             model, tokenizer, quantisation = _read(place, _dtype(dtype, target, place), with_tokenizer)
             model = model.to(target).eval()
         except Exception as error:  # damaged files fail anywhere in there, in any way
-            raise ValueError(f"`name`: {place.label} does not load: {_line(error)}") from error
+            raise ValueError(
+                f"`name`: {place.label} does not load as a causal language model ({_line(error)}); "
+                "check that its files are whole."
+            ) from error
     provenance = _provenance(model, name, place, quantisation)
     said = (place.label, quantisation, provenance["dtype"])
     return LanguageModel(model, tokenizer, ", ".join(str(part) for part in said if part), provenance)

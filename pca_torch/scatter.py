@@ -64,7 +64,22 @@ class Scatter:
         return bound + PROBE_SAFETY * seen.item() / math.sqrt(PROBES)
 
     def add(self, x: Tensor, w: Tensor | None = None) -> None:
-        """Add a chunk of float64 rows (n, D), centred here by its own mean, with weights w > 0 (n,)."""
+        """Add a chunk of float64 rows (n, D) with weights w > 0 (n,).
+
+        Where products are float32, rows far from the others are summed apart in float64: one sink
+        token would drown the rest in its rounding, and drag the mean that they are centred by.
+        """
+        if self.dtype == torch.float64:
+            self._add_centred(x, w, torch.float64)
+            return
+        size = (x - x.mean(0)).square().sum(1)
+        far = size > FAR**2 * size.median()
+        for rows, dtype in ((far, torch.float64), (~far, self.dtype)):
+            if bool(rows.any()):
+                self._add_centred(x[rows], None if w is None else w[rows], dtype)
+
+    def _add_centred(self, x: Tensor, w: Tensor | None, dtype: torch.dtype) -> None:
+        """Centre rows by their own mean and add their products, formed in `dtype`."""
         if w is None:
             weight = weight_sq = float(len(x))
             mean = x.mean(0)
@@ -75,14 +90,9 @@ class Scatter:
             x = (x - mean) * w.sqrt()[:, None]
         self._shift(len(x), weight, weight_sq, mean)
         self.depth = max(self.depth, len(x)) + 1
-        if self.dtype == torch.float64:
-            add_gram(self._upper, x)
-            return
-        self._probe.addmm_(x.mT, x @ self._signs)
-        size = x.square().sum(1)
-        far = size > FAR**2 * size.median()  # one sink token would drown the others in its rounding
-        add_gram(self._upper, x[far])
-        add_gram(self._upper, x[~far].float())
+        add_gram(self._upper, x.to(dtype))
+        if self.dtype != torch.float64:
+            self._probe.addmm_(x.mT, x @ self._signs)
 
     def merge(self, other: Scatter) -> None:
         """Add the rows of `other`, which stays as it is."""

@@ -130,7 +130,7 @@ def test_no_mask_and_no_weights_are_none():
 @pytest.mark.parametrize("values", [[1, 2], [0.5, 1], [float("nan"), 1], [-1, 0]])
 def test_a_mask_with_other_values_names_weights(values):
     with pytest.raises(
-        ValueError, match="`mask` must hold 0 and 1 only.*fractional importance goes in `weights`"
+        ValueError, match=r"`mask` must hold 0 and 1 only.*fractional importance goes in `weights`"
     ):
         checks.as_mask(values, (2,), CPU)
 
