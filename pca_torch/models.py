@@ -90,7 +90,7 @@ def load_model(
 
 
 def _place(name: str, revision: str | None) -> _Place:
-    """Decide what `name` is without loading anything.
+    """What `name` means, without loading anything.
 
     Raises:
         ValueError: it looks like a path and is no model, or a revision is given to something local.
@@ -109,8 +109,7 @@ def _place(name: str, revision: str | None) -> _Place:
     elif name.startswith((".", "/", "~")) or path.suffix.lower() == ".gguf":
         raise ValueError(f"`name`: {name} does not exist; give {ALLOWED}.")
     else:
-        label = f"{name} at {revision}" if revision else name
-        return _Place(name, label, revision=revision, local=_only_cached(name, revision))
+        return _hub(name, revision)
     if revision is not None:
         raise ValueError(f"`revision` is for hub ids, and {name} is local; leave it out.")
     return place
@@ -135,21 +134,24 @@ def _embedded() -> _Place:
     return _Place(str(files[0].parent), label, gguf=files[0].name, revision=release)
 
 
-def _only_cached(name: str, revision: str | None) -> bool:
-    """Whether the hub does not answer for `name` while this machine has it; asked once, with no retries.
+def _hub(name: str, revision: str | None) -> _Place:
+    """A hub id at the commit it has now, or had when it was cached; asked once, with no retries.
 
     Raises:
         OSError: neither the hub nor the cache has it.
     """
     hub = _need("huggingface_hub")
     try:
-        hub.get_hf_file_metadata(hub.hf_hub_url(name, "config.json", revision=revision))
+        commit = hub.get_hf_file_metadata(hub.hf_hub_url(name, "config.json", revision=revision)).commit_hash
+        local = False
     except Exception as error:  # no network, no such repository, no access, not a name
         is_id = not isinstance(error, ValueError)
-        if is_id and isinstance(hub.try_to_load_from_cache(name, "config.json", revision=revision), str):
-            return True
-        raise OSError(f"`name`: {name!r} cannot be fetched ({_line(error)}); give {ALLOWED}.") from error
-    return False
+        cached = hub.try_to_load_from_cache(name, "config.json", revision=revision) if is_id else None
+        if not isinstance(cached, str):
+            raise OSError(f"`name`: {name!r} cannot be fetched ({_line(error)}); give {ALLOWED}.") from error
+        commit, local = Path(cached).parent.name, True  # snapshots/<commit>/config.json
+    commit = commit or revision  # a mirror may not say
+    return _Place(name, f"{name} at {commit}" if commit else name, revision=commit, local=local)
 
 
 def _read(place: _Place, dtype: str | torch.dtype, with_tokenizer: bool) -> tuple[Any, Any, str | None]:
@@ -197,10 +199,9 @@ def _provenance(
     model: Any, name: str, place: _Place, quantisation: str | None
 ) -> dict[str, str | int | None]:
     text = model.config.get_text_config()
-    commit = getattr(model.config, "_commit_hash", None)  # what a branch name meant on that day
     return {
         "name": name,
-        "revision": commit or place.revision,
+        "revision": place.revision,
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantisation": quantisation,
         "transformers": _need("transformers").__version__,

@@ -12,6 +12,7 @@ from pca_torch.precision import unit_roundoff
 
 __all__ = ["Scatter"]
 
+U64 = unit_roundoff(torch.float64)
 PROBES = 8  # columns that measure the rounding of float32 products
 FAR = 4.0  # rows this many medians from the mean are summed apart in float64
 PROBE_SAFETY = 4.0  # eight signs estimate ‖E‖_F to about a third; E is judged by four times that
@@ -32,7 +33,11 @@ class Scatter:
         self.weight = 0.0  # Σw
         self.weight_sq = 0.0  # Σw²
         self.depth = 0  # longest chain of additions behind an entry of the scatter
+        self.merges = 0  # shifts of the mean so far
         self.mean = torch.zeros(d, dtype=torch.float64, device=device)
+        self._slip = torch.zeros(
+            (), dtype=torch.float64, device=device
+        )  # what rounded means add to the error
         self._upper = torch.zeros(d, d, dtype=torch.float64, device=device)  # upper block triangle of S
         probed = dtype != torch.float64
         self._signs = rademacher(d, PROBES if probed else 0, device)  # Z
@@ -52,12 +57,13 @@ class Scatter:
         """Bound on ‖computed - true‖₂ of S.
 
         A sum of float64 products obeys |E| ≤ γ |X|ᵀ|X| entrywise with γ = depth·u (Higham 2002,
-        §3.1), and ‖|X|ᵀ|X|‖₂ ≤ tr S; four more roundings come from centring. For float32 products
-        that bound is six orders too large, so E is measured instead: P = Σ (x - m)((x - m)ᵀZ) was
+        §3.1), and ‖|X|ᵀ|X|‖₂ ≤ tr S; four more roundings come from centring. A mean is off by a few u·‖mean‖, which a shift by δ
+        turns into 2·‖δ‖ times that: after a large offset this is the larger part. For float32
+        products that bound is six orders too large, so E is measured: P = Σ (x - m)((x - m)ᵀZ) was
         summed in float64 beside S for eight columns Z of random signs, and the mean of
         ‖P - SZ‖_F² is 8‖E‖_F² (Hutchinson, 1990).
         """
-        bound = (self.depth + 4) * unit_roundoff(torch.float64) * self.diagonal.sum().item()
+        bound = (self.depth + 4) * U64 * self.diagonal.sum().item() + self._slip.item()
         if self.dtype == torch.float64:
             return bound
         seen = torch.linalg.matrix_norm(self._probe - self.matrix @ self._signs)
@@ -101,6 +107,8 @@ class Scatter:
         device = self.mean.device
         self._shift(other.n, other.weight, other.weight_sq, other.mean.to(device))
         self.depth = max(self.depth, other.depth) + 1
+        self.merges = max(self.merges, other.merges) + 1
+        self._slip += other._slip.to(device)
         self._upper += other._upper.to(device)
         if self.dtype != torch.float64:  # products in float64 have nothing to measure: their P is S Z
             exact = other.dtype == torch.float64
@@ -111,6 +119,9 @@ class Scatter:
         total = self.weight + weight
         delta = mean - self.mean
         factor = self.weight * weight / total
+        doubt = 2 * (self.merges + 8) * U64 * (self.mean.norm() + mean.norm())
+        self._slip += factor * doubt * (delta.norm() + doubt)
+        self.merges += 1
         self._upper.addr_(delta, delta, alpha=factor)
         if self.dtype != torch.float64:
             self._probe.addr_(delta, delta @ self._signs, alpha=factor)
