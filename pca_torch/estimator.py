@@ -270,7 +270,14 @@ class PCA(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing_keys: list[str], *rest: Any
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
         """Shapes are not known before fitting: take the buffers that come, all or none."""
         found = {name: state_dict[prefix + name] for name in BUFFERS if prefix + name in state_dict}
@@ -283,7 +290,9 @@ class PCA(nn.Module):
             for name in BUFFERS:
                 value = found.get(name)
                 self._buffers[name] = None if value is None else torch.empty_like(value)
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing_keys, *rest)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PCA:
         """Follow a change of device everywhere, and one of dtype in the components alone."""

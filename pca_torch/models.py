@@ -71,6 +71,8 @@ def load_model(
     Raises:
         ValueError: an unknown dtype, a device that is not there, a path without a model, or files
             that are damaged, incomplete, or not a causal language model.
+        OSError: a hub id that neither the hub nor the cache gives.
+        ImportError: an optional dependency is not installed.
     """
     target = _device(device)
     check_choice(dtype, "dtype", DTYPES)

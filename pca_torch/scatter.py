@@ -57,9 +57,9 @@ class Scatter:
         """Bound on ‖computed - true‖₂ of S.
 
         A sum of float64 products obeys |E| ≤ γ |X|ᵀ|X| entrywise with γ = depth·u (Higham 2002,
-        §3.1), and ‖|X|ᵀ|X|‖₂ ≤ tr S; four more roundings come from centring. A mean is off by a few u·‖mean‖, which a shift by δ
-        turns into 2·‖δ‖ times that: after a large offset this is the larger part. For float32
-        products that bound is six orders too large, so E is measured: P = Σ (x - m)((x - m)ᵀZ) was
+        §3.1), and ‖|X|ᵀ|X|‖₂ ≤ tr S; four more roundings come from centring. A mean is off by a few
+        u·‖mean‖, which a shift by δ turns into 2·‖δ‖ times that: the larger part after a large offset.
+        For float32 products γ is six orders too large, so E is measured: P = Σ (x - m)((x - m)ᵀZ) was
         summed in float64 beside S for eight columns Z of random signs, and the mean of
         ‖P - SZ‖_F² is 8‖E‖_F² (Hutchinson, 1990).
         """

@@ -67,13 +67,8 @@ class Tokens:
 
     def counts(self) -> dict[str, int]:
         """For a report, as JSON types."""
-        return {
-            "seen": self.seen,
-            "padding": self.padding,
-            "dropped_tail": self.dropped_tail,
-            "n_sequences": self.n_sequences,
-            "seq_len": self.seq_len,
-        }
+        names = ("seen", "padding", "dropped_tail", "n_sequences", "seq_len")
+        return {name: getattr(self, name) for name in names}
 
 
 def default_text() -> str:
