@@ -18,6 +18,7 @@ from pca_torch._checks import check_number
 
 __all__ = ["NpySource", "open_sources"]
 
+LARGEST_SIZE = 2**63  # longer numbers would only be trouble to print
 BLOCK_BYTES = 16 * 2**20  # one read: large enough for full disk speed, small beside any D × D statistic
 HEADER_BYTES = 2**14  # numpy refuses headers above 10,000 bytes; a longer claim is never allocated
 
@@ -42,7 +43,12 @@ class NpySource:
     def __init__(self, path: str | os.PathLike[str], block_rows: int | None = None) -> None:
         self.path = Path(path)
         if block_rows is not None:
-            check_number(block_rows, "block_rows", "at least 1", block_rows >= 1)
+            check_number(
+                block_rows,
+                "block_rows",
+                "an integer of at least 1",
+                type(block_rows) is int and block_rows >= 1,
+            )
         if not self.path.exists():
             raise FileNotFoundError(f"{self.path}: no such file.")
         if not self.path.is_file():  # before opening: a pipe would wait for a writer
@@ -104,12 +110,14 @@ class NpySource:
             raise ValueError(
                 f"{where}: must hold real numbers of at most 64 bits, got {_short(dtype)}; convert it."
             )
+        if not all(type(size) is int and 0 <= size < LARGEST_SIZE for size in shape):
+            raise ValueError(f"{where}: the sizes in its header are not numbers of rows and columns.")
         if len(shape) < 2:
-            raise ValueError(f"{where}: must have shape (..., D) with at least two dimensions, got {shape}.")
-        if min(shape) < 0 or shape[-1] == 0:
             raise ValueError(
-                f"{where}: must have at least one column and no negative size, got {_short(shape)}."
+                f"{where}: must have shape (..., D) with at least two dimensions, got {_short(shape)}."
             )
+        if shape[-1] == 0:
+            raise ValueError(f"{where}: must have at least one column, got {_short(shape)}.")
         stored = self._stat[0] - self._start
         if stored != math.prod(shape) * dtype.itemsize:  # Python integers: no header overflows them
             raise ValueError(
@@ -164,10 +172,7 @@ def _header(path: Path, head: io.BytesIO) -> tuple[tuple[int, ...], bool, np.dty
             version = np.lib.format.read_magic(head)
             if version == (1, 0):
                 return np.lib.format.read_array_header_1_0(head)
-            if version in {
-                (2, 0),
-                (3, 0),
-            }:  # 3.0 is 2.0 in UTF-8: other field names, which are refused anyway
+            if version in {(2, 0), (3, 0)}:  # 3.0 is 2.0 in UTF-8: other field names, refused anyway
                 return np.lib.format.read_array_header_2_0(head)
     except Exception as error:  # any bytes reach the parser, and it fails in any way
         raise ValueError(f"{path}: the `.npy` header is damaged ({_short(error)}).") from error

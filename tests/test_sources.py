@@ -149,8 +149,9 @@ LIES = {
     "shorter": (header((2, 3)) + bytes(20), r"20 bytes of data are not \(2, 3\) of float32"),
     "huge": (header((10**15, 4)) + bytes(64), r"64 bytes of data are not \(1000000000000000, 4\)"),
     "overflow": (header((2**40, 2**40)) + bytes(64), "64 bytes of data are not"),  # 2**82 wraps to 0 in int64
-    "many_digits": (header((int("9" * 4000), int("9" * 4000))), "0 bytes of data are not"),
-    "negative": (header((-2, -3)) + bytes(24), "no negative size"),
+    "many_digits": (header((int("9" * 4000), int("9" * 4000))), "the sizes in its header"),
+    "negative": (header((-2, -3)) + bytes(24), "the sizes in its header"),
+    "boolean": (header((True, 3)) + bytes(24), "the sizes in its header"),
     "header_length": (
         np.lib.format.magic(2, 0) + (2**32 - 1).to_bytes(4, "little") + bytes(64),
         "header is damaged",
@@ -195,7 +196,7 @@ def test_what_is_no_file_is_refused(tmp_path):
 
 
 def test_block_rows_must_be_positive(tmp_path):
-    with pytest.raises(ValueError, match="`block_rows` must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="`block_rows` must be an integer of at least 1, got 0"):
         NpySource(save(tmp_path / "x.npy", np.ones((2, 2))), block_rows=0)
 
 
