@@ -36,7 +36,11 @@ def describe(report: Mapping[str, Any]) -> tuple[str, str]:
     name = model.get("name") or model.get("id") or "unnamed model"
     if model.get("quantisation"):
         name = f"{name}, {model['quantisation']}"
-    counts = [f"{n:,} {what}" for what, n in tokens.items() if isinstance(n, int) and n and n is not True]
+    counts = [
+        f"{n:,} {what.removeprefix('n_').replace('_', ' ')}"
+        for what, n in tokens.items()
+        if isinstance(n, int) and n and n is not True
+    ]
     return printable(str(name)), printable(f"tokens: {', '.join(counts) or 'not counted'}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -105,6 +105,7 @@ def assemble(
     total = solved.total_variance
     if bool((total <= (CONSTANT * solved.mean).square().sum()) if centred else total == 0):
         warnings.warn("total variance is zero: every ratio and every rank is 0.", stacklevel=5)
+        solved = replace(solved, error=solved.error + spectrum)  # calling it zero is an error too
         spectrum, total = torch.zeros_like(spectrum), torch.zeros_like(total)
     trusted = int((spectrum > solved.floor).sum())
     k = _kept(n_components, spectrum, total.item(), solved)

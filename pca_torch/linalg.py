@@ -52,7 +52,6 @@ def mirror(upper: Tensor) -> Tensor:
 
 def rademacher(d: int, columns: int, device: torch.device) -> Tensor:
     """Fixed random signs (d, columns) in float64, the same in every process; the global RNG is left alone."""
-    signs = torch.randint(
-        0, 2, (d, columns), generator=torch.Generator().manual_seed(20121), dtype=torch.int8
-    )
+    generator = torch.Generator("cpu").manual_seed(20121)
+    signs = torch.randint(0, 2, (d, columns), generator=generator, dtype=torch.int8, device="cpu")
     return (2 * signs - 1).double().to(device)

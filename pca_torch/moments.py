@@ -25,7 +25,6 @@ __all__ = ["Moments"]
 
 CHUNK_ROWS = 4096  # rows of one product; longer batches are cut
 BUFFER_ROWS = 512  # shorter batches wait for company: a D×D update per row would cost as much as 256
-PROBE_SAFETY = 4.0  # eight signs estimate ‖E‖_F to about a third; E is judged by four times that
 
 
 class Moments:
@@ -148,13 +147,16 @@ class Moments:
         total = self._total()
         return total.matrix / total.weight + torch.outer(total.mean, total.mean)
 
-    def scatter_error(self) -> float:
-        """Bound on ‖computed - true‖₂ of the scatter.
+    def scatter_error(self, scale: Tensor | None = None) -> float:
+        """Bound on ‖computed - true‖₂ of the scatter, or of S_ij / (scale_i scale_j).
 
         Float64 products are bounded by the depth of the sums, float32 products are measured
         (see `Scatter.error`).
+
+        Args:
+            scale: (D,) by which rows and columns are divided; None is 1.
         """
-        return self._total().error()
+        return self._total().error(scale)
 
     def group(self, index: int) -> Moments:
         """The rows of one group as a statistic of its own.
@@ -230,6 +232,8 @@ class Moments:
             for mine, theirs in zip(self._sums, other._sums, strict=True):
                 mine.merge(theirs)
         self._note_dtype(other.input_dtype)
+        if other.product_dtype == torch.float32:  # the sums are as exact as the coarser of the two
+            self.product_dtype = torch.float32
         return self
 
     def flush(self) -> None:

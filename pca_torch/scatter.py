@@ -35,13 +35,16 @@ class Scatter:
         self.depth = 0  # longest chain of additions behind an entry of the scatter
         self.merges = 0  # shifts of the mean so far
         self.mean = torch.zeros(d, dtype=torch.float64, device=device)
-        self._slip = torch.zeros(
-            (), dtype=torch.float64, device=device
-        )  # what rounded means add to the error
+        self._between = torch.zeros_like(self.mean)  # Σ f δ² per column, f δδᵀ being the shifts so far
+        self._slip = torch.zeros_like(self.mean)  # Σ f t² per column, t what δ may be off by
         self._upper = torch.zeros(d, d, dtype=torch.float64, device=device)  # upper block triangle of S
-        probed = dtype != torch.float64
-        self._signs = rademacher(d, PROBES if probed else 0, device)  # Z
+        self._signs = rademacher(d, 0 if dtype == torch.float64 else PROBES, device)  # Z
         self._probe = torch.zeros_like(self._signs)  # P, what S Z would be without rounding
+
+    @property
+    def measured(self) -> bool:
+        """Whether float32 products came in, so that their rounding is measured."""
+        return self._signs.shape[1] > 0
 
     @property
     def matrix(self) -> Tensor:
@@ -53,21 +56,29 @@ class Scatter:
         """(D,) diagonal of S."""
         return self._upper.diagonal()
 
-    def error(self) -> float:
-        """Bound on ‖computed - true‖₂ of S.
+    def error(self, scale: Tensor | None = None) -> float:
+        """Bound on ‖computed - true‖₂ of S, or of S_ij / (scale_i scale_j).
 
         A sum of float64 products obeys |E| ≤ γ |X|ᵀ|X| entrywise with γ = depth·u (Higham 2002,
-        §3.1), and ‖|X|ᵀ|X|‖₂ ≤ tr S; four more roundings come from centring. A mean is off by a few
-        u·‖mean‖, which a shift by δ turns into 2·‖δ‖ times that: the larger part after a large offset.
+        §3.1), and ‖|X|ᵀ|X|‖₂ ≤ tr S; four more roundings come from centring.
+        A mean is off by t, a few u·|mean|, and thus a shift f δδᵀ by f (δtᵀ + tδᵀ + ttᵀ): the larger
+        part after a large offset. Over all shifts that is at most 2 √(Σf‖δ‖² Σf‖t‖²) + Σf‖t‖².
         For float32 products γ is six orders too large, so E is measured: P = Σ (x - m)((x - m)ᵀZ) was
         summed in float64 beside S for eight columns Z of random signs, and the mean of
         ‖P - SZ‖_F² is 8‖E‖_F² (Hutchinson, 1990).
+
+        Args:
+            scale: (D,) by which rows and columns are divided; None is 1.
         """
-        bound = (self.depth + 4) * U64 * self.diagonal.sum().item() + self._slip.item()
-        if self.dtype == torch.float64:
+        if scale is None:
+            scale = torch.ones_like(self.mean)
+        squares = torch.stack([self.diagonal, self._between, self._slip]) / scale.square()
+        trace, between, slip = squares.sum(1).tolist()
+        bound = (self.depth + 4) * U64 * trace + 2 * math.sqrt(between * slip) + slip
+        if not self.measured:
             return bound
-        seen = torch.linalg.matrix_norm(self._probe - self.matrix @ self._signs)
-        return bound + PROBE_SAFETY * seen.item() / math.sqrt(PROBES)
+        seen = torch.linalg.matrix_norm((self._probe - self.matrix @ self._signs) / scale[:, None])
+        return bound + PROBE_SAFETY * seen.item() / scale.min().item() / math.sqrt(PROBES)
 
     def add(self, x: Tensor, w: Tensor | None = None) -> None:
         """Add a chunk of float64 rows (n, D) with weights w > 0 (n,).
@@ -97,7 +108,7 @@ class Scatter:
         self._shift(len(x), weight, weight_sq, mean)
         self.depth = max(self.depth, len(x)) + 1
         add_gram(self._upper, x.to(dtype))
-        if self.dtype != torch.float64:
+        if self.measured:
             self._probe.addmm_(x.mT, x @ self._signs)
 
     def merge(self, other: Scatter) -> None:
@@ -105,25 +116,30 @@ class Scatter:
         if other.n == 0:
             return
         device = self.mean.device
+        if other.measured and not self.measured:  # from here on: what is here is exact, its P is S Z
+            self._signs = other._signs.to(device)
+            self._probe = self.matrix @ self._signs
         self._shift(other.n, other.weight, other.weight_sq, other.mean.to(device))
         self.depth = max(self.depth, other.depth) + 1
         self.merges = max(self.merges, other.merges) + 1
+        self._between += other._between.to(device)
         self._slip += other._slip.to(device)
         self._upper += other._upper.to(device)
-        if self.dtype != torch.float64:  # products in float64 have nothing to measure: their P is S Z
-            exact = other.dtype == torch.float64
-            self._probe += other.matrix.to(device) @ self._signs if exact else other._probe.to(device)
+        if self.measured:
+            probe = other._probe.to(device) if other.measured else other.matrix.to(device) @ self._signs
+            self._probe += probe
 
     def _shift(self, n: int, weight: float, weight_sq: float, mean: Tensor) -> None:
         """Move to the mean that includes `n` more rows around `mean` (Chan, Golub & LeVeque, 1983)."""
         total = self.weight + weight
         delta = mean - self.mean
         factor = self.weight * weight / total
-        doubt = 2 * (self.merges + 8) * U64 * (self.mean.norm() + mean.norm())
-        self._slip += factor * doubt * (delta.norm() + doubt)
+        doubt = 2 * (self.merges + 8) * U64 * (self.mean.abs() + mean.abs())
+        self._between += factor * delta.square()
+        self._slip += factor * doubt.square()
         self.merges += 1
         self._upper.addr_(delta, delta, alpha=factor)
-        if self.dtype != torch.float64:
+        if self.measured:
             self._probe.addr_(delta, delta @ self._signs, alpha=factor)
         self.mean += delta * (weight / total)
         self.n += n

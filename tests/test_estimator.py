@@ -179,6 +179,7 @@ def test_fit_starts_over(solver):
 def test_fit_forgets_a_stream_and_a_stream_forgets_a_fit():
     streamed = pt.PCA(2).partial_fit(X)
     identical(streamed.fit(X[:20]), pt.PCA(2).fit(X[:20]))
+    assert streamed.partial_fit(X[:7]).n_samples_ == 7
     identical(pt.PCA(2).fit(X).partial_fit(X[:20]), pt.PCA(2).partial_fit(X[:20]))
 
 
@@ -451,11 +452,12 @@ def test_learning_is_not_differentiated(how):
     ],
     ids=["inference_mode", "no_grad", "autocast"],
 )
-def test_what_stands_around_a_fit_changes_nothing(how, around):
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_what_stands_around_a_fit_changes_nothing(how, around, precision):
     x = X.float()
-    want = getattr(pt.PCA(2), how)(x)
+    want = getattr(pt.PCA(2, precision=precision, svd_solver="covariance_eigh"), how)(x)
     with around():
-        pca = getattr(pt.PCA(2), how)(x)
+        pca = getattr(pt.PCA(2, precision=precision, svd_solver="covariance_eigh"), how)(x)
         if how == "partial_fit":
             pca.partial_fit(x)  # and is carried on outside
         else:

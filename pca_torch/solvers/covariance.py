@@ -12,6 +12,8 @@ from pca_torch.result import PCAResult
 
 __all__ = ["solve"]
 
+U64 = unit_roundoff(torch.float64)
+
 
 def solve(
     moments: Moments,
@@ -40,18 +42,17 @@ def solve(
     """
     divisor = moments.divisor(ddof)
     with exact_products(moments.mean.device):
-        mean, covariance, error = _problem(moments, divisor, ddof, center)
+        mean, covariance = _problem(moments, divisor, ddof, center)
         second_moment = moments.covariance(0).diagonal() + moments.mean.square()
         scale = None
         if standardize:
             scale = standard_deviations(covariance.diagonal(), mean)
-            error = _scaled_error(moments, error, covariance, scale)
             covariance = covariance / torch.outer(scale, scale)
             second_moment = second_moment / scale.square()
         variance, vectors = torch.linalg.eigh(covariance)
         most = min(moments.n_samples, moments.n_features)
         variance = variance.flip(0)[:most]
-        off = error + (moments.n_features + 8) * unit_roundoff(torch.float64) * variance[0].item()
+        off = _error(moments, divisor, center, scale) + (moments.n_features + 8) * U64 * variance[0].item()
         products = str(moments.product_dtype).removeprefix("torch.")
         solved = Solved(
             mean=mean,
@@ -77,23 +78,22 @@ def solve(
         )
 
 
-def _problem(moments: Moments, divisor: float, ddof: float, center: bool) -> tuple[Tensor, Tensor, float]:
-    """Mean that is subtracted, matrix to decompose, and the error of its sums."""
+def _problem(moments: Moments, divisor: float, ddof: float, center: bool) -> tuple[Tensor, Tensor]:
+    """Mean that is subtracted, and the matrix to decompose."""
     mean, covariance = moments.mean, moments.covariance(ddof)
-    error = moments.scatter_error() / divisor
     if center:
-        return mean, covariance, error
+        return mean, covariance
     outer = torch.outer(mean, mean) * (moments.sum_weights / divisor)  # a sum: nothing cancels
-    error += 8 * unit_roundoff(torch.float64) * outer.trace().item()
-    return torch.zeros_like(mean), covariance + outer, error
+    return torch.zeros_like(mean), covariance + outer
 
 
-def _scaled_error(moments: Moments, error: float, covariance: Tensor, scale: Tensor) -> float:
-    """Error of the correlation matrix.
+def _error(moments: Moments, divisor: float, center: bool, scale: Tensor | None) -> float:
+    """Bound on ‖computed - true‖₂ of the matrix to decompose.
 
-    The bound of float64 products holds entrywise, |E_ij| ≤ γ s_i s_j, so it scales with the trace; a
-    measured ‖E‖ can only be divided by the smallest scale.
+    Twice that of the scaled sums when standardised: the scale itself is off by their relative error.
     """
-    if moments.product_dtype == torch.float64:
-        return error / covariance.trace().item() * len(scale) if error else 0.0
-    return error / scale.min().item() ** 2
+    error = moments.scatter_error(scale) / divisor
+    if not center:
+        mean = moments.mean if scale is None else moments.mean / scale
+        error += 8 * U64 * mean.square().sum().item() * moments.sum_weights / divisor
+    return error if scale is None else 2 * error
