@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+LARGEST = 1e150  # squares of larger values, or their sums, leave float64
 LAPACK_LARGEST = 32766  # beyond this the 32-bit work sizes of LAPACK's eigensolvers overflow
 
 
@@ -140,6 +141,10 @@ def select_rows(
         mask = (weights > 0) if mask is None else mask & (weights > 0)
     if mask is not None:
         rows, weights = rows[mask], None if weights is None else weights[mask]
+    if rows.dtype == torch.float64 and rows.numel() and float(rows.abs().nan_to_num(0, 0).max()) > LARGEST:
+        raise ValueError(
+            f"`x` has values beyond {LARGEST:g}, whose squares leave float64; divide it by its largest value."
+        )
     if not rows.is_floating_point() or bool(rows.sum(dtype=torch.float64).isfinite()):
         return rows, weights, 0
     good = rows.isfinite().all(1)
@@ -179,6 +184,16 @@ def check_number(value: Any, name: str, allowed: str, ok: bool) -> None:
     """
     if not ok:
         raise ValueError(f"`{name}` must be {allowed}, got {value!r}.")
+
+
+def check_ddof(ddof: Any) -> None:
+    """Refuse delta degrees of freedom that are no number ≥ 0.
+
+    Raises:
+        ValueError: they are not.
+    """
+    number = isinstance(ddof, numbers.Real) and not isinstance(ddof, bool)
+    check_number(ddof, "ddof", "a number ≥ 0", number and float(ddof) >= 0)
 
 
 def check_choice(value: Any, name: str, choices: Sequence[str]) -> None:

@@ -16,7 +16,15 @@ from pca_torch.linalg import fix_signs
 from pca_torch.precision import unit_roundoff
 from pca_torch.result import Certificate, PCAResult
 
-__all__ = ["Solved", "assemble", "constant_columns", "factor_errors", "sine_bound", "standard_deviations"]
+__all__ = [
+    "Solved",
+    "assemble",
+    "check_total",
+    "constant_columns",
+    "factor_errors",
+    "sine_bound",
+    "standard_deviations",
+]
 
 CONSTANT = 32 * unit_roundoff(torch.float64)  # a column that varies less, relative to its mean, is constant
 UNIQUE_BELOW = 0.5  # radians: beyond this the subspace is not told apart from its neighbours
@@ -41,6 +49,7 @@ class Solved:
     n_samples: int
     divisor: float
     dtype: torch.dtype  # of the data
+    constant: bool  # no column varies by more than the rounding of its mean
     solver: str
     precision: str
     deterministic: bool = True  # `error` is a bound, not a measurement with a safety factor
@@ -49,6 +58,16 @@ class Solved:
 def constant_columns(variance: Tensor, mean: Tensor) -> Tensor:
     """(D,) which columns do not vary by more than the rounding of their own mean."""
     return variance <= (CONSTANT * mean).square()
+
+
+def check_total(total: Tensor) -> None:
+    """Refuse data whose squares overflowed, before an eigensolver sees them.
+
+    Raises:
+        ValueError: the total variance is not finite.
+    """
+    if not bool(total.isfinite()):
+        raise ValueError("`x` has values whose squares leave float64; divide it by its largest value.")
 
 
 def standard_deviations(variance: Tensor, mean: Tensor) -> Tensor:
@@ -103,13 +122,16 @@ def assemble(
     """
     spectrum = solved.spectrum.clamp_min(0)
     total = solved.total_variance
-    if bool((total <= (CONSTANT * solved.mean).square().sum()) if centred else total == 0):
+    check_total(total)
+    if solved.constant:
         warnings.warn("total variance is zero: every ratio and every rank is 0.", stacklevel=5)
         solved = replace(solved, error=solved.error + spectrum)  # calling it zero is an error too
         spectrum, total = torch.zeros_like(spectrum), torch.zeros_like(total)
     trusted = int((spectrum > solved.floor).sum())
     k = _kept(n_components, spectrum, total.item(), solved)
-    k = min(k, trusted) if whiten else k
+    if whiten:  # stored to `dtype`, a component holds that much of the first one
+        stored = unit_roundoff(dtype) ** 2 * len(solved.mean) * spectrum[0].item() if len(spectrum) else 0.0
+        k = min(k, trusted, int((spectrum > stored).sum()))
     components = fix_signs(solved.directions[:k].to(dtype)).contiguous().clone()
     return PCAResult(
         mean=solved.mean.clone(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable, Generator, Sequence
@@ -129,8 +130,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = _spread(sys.argv[1:] if argv is None else argv)
     try:
         app(arguments, prog_name="pca-torch", standalone_mode=True)
-    except KeyboardInterrupt:
-        _fail("interrupted; files that were there before are as they were.", 130)
     except (ValueError, OSError, RuntimeError, ImportError, MemoryError) as error:
         _fail(_one_line(error), 1)
 
@@ -173,6 +172,9 @@ def _check_out(out: Path) -> None:
     """
     if out.exists() and not out.is_dir():
         raise ValueError(f"`--out` must be a folder, {out} is a file; give another.")
+    above = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise ValueError(f"`--out` cannot be made: {above} is no folder to write in; give another.")
 
 
 @contextmanager
@@ -181,6 +183,9 @@ def _progress() -> Generator[Callable[[str, int], Callable[[int], object]]]:
 
     Yields:
         What makes, from a description and a total, a function to be told of each step.
+
+    Raises:
+        KeyboardInterrupt: after saying so.
     """
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -190,7 +195,13 @@ def _progress() -> Generator[Callable[[str, int], Callable[[int], object]]]:
             task = bar.add_task(description, total=total)
             return lambda done: bar.advance(task, done)
 
-        yield start
+        try:
+            yield start
+        except KeyboardInterrupt:
+            print(
+                "interrupted; files that were there before are as they were, run it again.", file=sys.stderr
+            )
+            raise
 
 
 def _show(summary: dict[str, Any], as_json: bool, files: Sequence[Path]) -> None:

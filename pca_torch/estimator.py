@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from pca_torch._checks import as_components, as_rows, check_choice, check_number
+from pca_torch._checks import as_components, as_rows, check_choice, check_ddof, check_number
 from pca_torch.moments import Moments
 from pca_torch.precision import Precision
 from pca_torch.result import Certificate, PCAResult
@@ -87,7 +87,10 @@ class PCA(nn.Module):
         check_choice(svd_solver, "svd_solver", ("auto", *SOLVERS))
         check_choice(precision, "precision", ("auto", "float32", "float64"))
         check_choice(nonfinite, "nonfinite", ("raise", "drop"))
-        check_number(ddof, "ddof", "a number ≥ 0", not isinstance(ddof, bool) and ddof >= 0)
+        check_ddof(ddof)
+        check_number(tol, "tol", "None or a number > 0", tol is None or tol > 0)
+        check_number(n_oversamples, "n_oversamples", "an integer ≥ 0", n_oversamples >= 0)
+        check_number(n_iter, "n_iter", "an integer ≥ 0", n_iter >= 0)
         self.n_components = n_components
         self.svd_solver = svd_solver
         self.whiten = whiten

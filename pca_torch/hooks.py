@@ -302,6 +302,10 @@ def _targets(model: nn.Module, sinks: Mapping[str, Sink]) -> dict[str, nn.Module
     sites = _sites(model)
     targets, unknown = {}, []
     for key, sink in sinks.items():
+        if isinstance(sink, nn.Module) and not hasattr(sink, "update"):
+            raise TypeError(
+                f"`sinks[{key!r}]` is a module, calling it keeps nothing; pass its `partial_fit`."
+            )
         if not callable(sink) and not callable(getattr(sink, "update", None)):
             raise TypeError(
                 f"`sinks[{key!r}]` must be callable or have an `update` method, got {type(sink).__name__}."

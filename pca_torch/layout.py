@@ -186,8 +186,9 @@ def _check_group(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], rank: 
     # a variance is a sum of D products, off by at most D·u of the largest; two of them swap within twice that
     if (spectrum[:m].diff() > components.shape[1] * eps * spectrum[:1]).any():
         raise ValueError("`explained_variance` must be in descending order.")
-    # a route that loses half of its digits certifies nothing
-    if spectrum.sum() > tensors["total_variance"] * (1 + math.sqrt(eps)):
+    # a route that loses half of its digits certifies nothing; noise clamped at zero adds its own error
+    noise = m * max(facts["certificate"]["variance_error"], default=0.0)
+    if spectrum.sum() > tensors["total_variance"] * (1 + math.sqrt(eps)) + noise:
         raise ValueError("`explained_variance` must not add up to more than `total_variance`.")
     if facts["whiten"] and not spectrum[:rank].all():
         raise ValueError("`explained_variance` must be positive where `whiten` divides by it.")

@@ -69,15 +69,13 @@ class Moments:
         self.n_dropped = 0  # rows skipped under nonfinite="drop"
         self.input_dtype: torch.dtype | None = None  # the coarsest dtype that came in
         self.product_dtype: torch.dtype | None = None
-        self.device: torch.device | None = None
+        self.device: torch.device | None = None if device is None else torch.device(device)
         self._sums: list[Scatter] = []
         self._pending: list[tuple[Tensor, Tensor | None]] = []
         self._pending_group = 0
         require_square(
             n_features, groups, torch.device(device or "cpu"), "use `svd_solver='full'` on the data itself"
         )
-        if device is not None:
-            self._allocate(torch.device(device), torch.float32)
 
     # --- reading -----------------------------------------------------------------------------------
 
@@ -173,6 +171,7 @@ class Moments:
         alone.groups = 1
         alone._sums = [copy.deepcopy(self._sums[index])] if self._sums else []
         alone._pending = []
+        alone.n_dropped = 0  # dropped rows are counted for all groups together
         return alone
 
     # --- writing -----------------------------------------------------------------------------------
@@ -228,7 +227,7 @@ class Moments:
             return self
         with exact_products(other._sums[0].mean.device):
             if not self._sums:
-                self._allocate(other._sums[0].mean.device, other.input_dtype or torch.float64)
+                self._allocate(self.device or other._sums[0].mean.device, other.input_dtype or torch.float64)
             for mine, theirs in zip(self._sums, other._sums, strict=True):
                 mine.merge(theirs)
         self._note_dtype(other.input_dtype)
@@ -240,8 +239,10 @@ class Moments:
         """Sum the rows of small batches that wait; reading does it by itself."""
         if not self._pending:
             return
-        pending, self._pending = self._pending, []
-        rows = torch.cat([r for r, _ in pending])
+        pending = self._pending
+        rows = torch.cat([
+            r.double() for r, _ in pending
+        ])  # batches of several dtypes have no other in common
         weighted = any(w is not None for _, w in pending)
         w = None
         if weighted:
@@ -251,6 +252,7 @@ class Moments:
             ])
         with exact_products(rows.device):
             self._add(rows, w, self._pending_group)
+        self._pending = []  # at the end: a failure above loses nothing
 
     # --- inside ------------------------------------------------------------------------------------
 
@@ -267,7 +269,7 @@ class Moments:
         if self._pending and (group != self._pending_group or rows.device != self._pending[0][0].device):
             self.flush()
         if not self._sums:
-            self._allocate(rows.device, rows.dtype)
+            self._allocate(self.device or rows.device, rows.dtype)
         self._note_dtype(rows.dtype)
         if len(rows) >= BUFFER_ROWS:
             self._add(rows, w, group)

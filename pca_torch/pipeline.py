@@ -63,9 +63,9 @@ def analyse(
     check_number(drop_first, "drop_first", "an integer ≥ 0", isinstance(drop_first, int) and drop_first >= 0)
     n_components = as_components(n_components)
     names = match_sites(model, decoder_layers(model) if sites is None else sites)
-    views = {name: _Views(drop_first, precision) for name in names}
-    body = _body(model)
-    training, seen = model.training, 0
+    views = {name: _Views(drop_first, precision, n_components) for name in names}
+    body = _body(model, names)
+    modes, seen = {module: module.training for module in model.modules()}, 0
     model.eval()
     try:
         with torch.no_grad(), capture(model, views, mask=partial(_kept_tokens, drop_first)):
@@ -77,12 +77,16 @@ def analyse(
             if not seen:
                 raise ValueError("`batches` must hold at least one batch, got none.")
     finally:
-        model.train(training)
+        for (
+            module,
+            training,
+        ) in modes.items():  # one by one: a frozen part of a model in training stays frozen
+            module.training = training
     return {name: _site_report(name, views.pop(name), n_components) for name in names}
 
 
 def decoder_layers(model: nn.Module) -> str:
-    """Pattern of the blocks of a model: the longest list of modules of one class, outermost first.
+    """Pattern of the blocks of a model: the longest list of modules of one class that is in no other list.
 
     Args:
         model: the model.
@@ -90,10 +94,12 @@ def decoder_layers(model: nn.Module) -> str:
     Raises:
         ValueError: it has no such list.
     """
+    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     lists = [
         (len(module), name)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1
+        for name, module in found.items()
+        if len({type(child) for child in module}) == 1
+        and not any(name.startswith(f"{other}.") for other in found)  # experts inside a block
     ]
     if not lists:
         raise ValueError(
@@ -140,6 +146,8 @@ def run(
         ValueError: an argument or a file is at fault, in one sentence.
     """
     check_number(batch_size, "batch_size", "an integer ≥ 1", batch_size >= 1)
+    n_components = as_components(n_components)
+    pieces = texts.read_texts(text) if text else [texts.default_text()]  # says at once what is missing
     if text and tokens is not None:
         raise ValueError("`text` and `tokens` exclude each other; give one of them.")
     ids = None if tokens is None else texts.read_tokens(Path(tokens), seq_len, max_tokens)
@@ -148,7 +156,6 @@ def run(
         model, device=device, dtype=dtype, revision=revision, with_tokenizer=ids is None
     )
     if ids is None:
-        pieces = texts.read_texts(text) if text else [texts.default_text()]
         ids = texts.token_windows(pieces, language_model.tokenizer, seq_len, max_tokens)
     embedding: Any = language_model.model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
     texts.check_ids(ids.ids, embedding.num_embeddings)
@@ -193,7 +200,7 @@ def fit_files(
     """
     n_components = as_components(n_components)
     sources = open_sources(list(map(Path, files)))
-    views = _Views(0, precision)
+    views = _Views(0, precision, n_components)
     step = None if progress is None else progress("reading", sum(source.n_rows for source in sources))
     for source in sources:
         for block in source:
@@ -258,15 +265,22 @@ def write_outputs(
 class _Views:
     """The sink of one site: `TokenViews`, made when the first activation says how wide it is."""
 
-    def __init__(self, drop_first: int, precision: Precision) -> None:
+    def __init__(self, drop_first: int, precision: Precision, n_components: float | None) -> None:
         self.drop_first = drop_first
+        self.n_components = n_components
         self.precision: Precision = precision
         self.views: TokenViews[Moments] | None = None
 
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
-        """Count the rows of one activation."""
+        """Count the rows of one activation.
+
+        Raises:
+            ValueError: more components are wanted than there are features.
+        """
         if self.views is None:
             d = x.shape[-1]
+            if isinstance(self.n_components, int) and self.n_components > d:  # now, not after the work
+                raise ValueError(f"`n_components` must be in 0..{d}, got {self.n_components}.")
             typical = partial(Moments, d, precision=self.precision, device=x.device)
             extreme = partial(
                 Moments, d, precision="float64" if x.device.type != "mps" else "auto", device=x.device
@@ -297,10 +311,14 @@ def _site_report(name: str, sink: _Views, n_components: float | None) -> SiteRep
         raise ValueError(f"site {name!r}: {error}") from error
 
 
-def _body(model: nn.Module) -> Callable[..., object]:
-    """The forward to call: a language model without its head, and without filling a cache."""
-    body = getattr(model, "base_model", model)
-    body = body if isinstance(body, nn.Module) else model
+def _body(model: nn.Module, sites: Sequence[str]) -> Callable[..., object]:
+    """The forward to call: a language model without its head if no site needs it, and without a cache."""
+    is_transformer = isinstance(getattr(model, "base_model_prefix", None), str)  # not any `base_model`
+    body = getattr(model, "base_model", model) if is_transformer else model
+    inside = set(body.modules()) if isinstance(body, nn.Module) else set()
+    hooked = dict(model.named_modules())
+    if not all(hooked.get(site) in inside for site in sites):
+        body = model
     accepts = inspect.signature(body.forward).parameters
     return partial(body, use_cache=False) if "use_cache" in accepts else body
 

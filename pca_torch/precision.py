@@ -10,7 +10,14 @@ import torch
 
 from pca_torch._checks import check_choice
 
-__all__ = ["Precision", "component_dtype", "exact_products", "product_dtype", "unit_roundoff"]
+__all__ = [
+    "Precision",
+    "component_dtype",
+    "exact_arithmetic",
+    "exact_products",
+    "product_dtype",
+    "unit_roundoff",
+]
 
 Precision = Literal["auto", "float32", "float64"]
 FAST_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}  # compute capabilities with half-rate float64
@@ -56,9 +63,20 @@ def _matmul_backends() -> list:
 
 @contextmanager
 def exact_products(device: torch.device) -> Generator[None]:
-    """Products inside run without TF32, bfloat16 shortcuts, autocast or autograd; all are restored.
+    """`exact_arithmetic` without autograd, for state that outlives the block.
 
     State made inside a caller's `inference_mode` stays ordinary, so that it can be updated later.
+
+    Args:
+        device: where the products run.
+    """
+    with exact_arithmetic(device), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@contextmanager
+def exact_arithmetic(device: torch.device) -> Generator[None]:
+    """Products inside run without TF32, bfloat16 shortcuts or autocast; all are restored.
 
     Args:
         device: where the products run.
@@ -71,7 +89,7 @@ def exact_products(device: torch.device) -> Generator[None]:
             b.fp32_precision = "ieee"
         if legacy is not None:  # torch before 2.9 has the one global switch
             torch.set_float32_matmul_precision("highest")
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with torch.autocast(device.type, enabled=False):
             yield
     finally:
         for b, value in zip(backends, before, strict=True):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pca_torch._checks import as_rows
+from pca_torch.precision import exact_arithmetic
 
 __all__ = ["Certificate", "ExtremeRows", "PCAResult", "SiteReport"]
 
@@ -26,7 +27,7 @@ class Certificate:
 
     captured_ratio: float  # tr(V C Vᵀ) / tr C of the components as they are stored
     missed_ratio_bound: float  # a better K-subspace captures at most this much more of tr C
-    bound_kind: str  # "deterministic" or "probability 1-η"
+    bound_kind: str  # "deterministic", or "measured" where float32 products were
     variance_error: tuple[float, ...]  # (K,) |computed - true| of each variance is at most this
     rounding_floor: float  # variances at or below this are rounding noise of the route
     trusted: int  # how many leading variances stand above `rounding_floor`
@@ -133,7 +134,7 @@ class PCAResult:
         basis = self.components.to(work).mT
         if self.whiten:
             basis = basis / self.explained_variance.sqrt().to(work)
-        with torch.autocast(rows.device.type, enabled=False):  # would round the scores to 16 bits
+        with exact_arithmetic(rows.device):  # a caller's autocast would round the scores to 16 bits
             scores = [self._standard(part).to(work) @ basis for part in rows.split(CHUNK_ROWS)]
         return torch.cat(scores).to(dtype).reshape(*shape, self.n_components)
 
@@ -151,7 +152,7 @@ class PCAResult:
         work = torch.promote_types(dtype, self.components.dtype)
         if self.whiten:
             rows = rows * self.explained_variance.sqrt()
-        with torch.autocast(rows.device.type, enabled=False):  # as in `transform`
+        with exact_arithmetic(rows.device):
             back = (rows.to(work) @ self.components.to(work)).double()
         if self.scale is not None:
             back = back * self.scale

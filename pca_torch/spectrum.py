@@ -187,11 +187,13 @@ def _known(
         total = values.sum().item() if total is None else float(total)
         noise = len(values) * EPS * (values[0].item() if len(values) else 0.0) if floor is None else floor
     held = values.sum().item()
-    possible = math.isfinite(total) and total - held >= -TOTAL_SLACK * held
+    error = torch.as_tensor(error).to(values).expand(len(values))
+    # noise that was clamped at zero can lift the sum above the trace, by no more than its error
+    possible = math.isfinite(total) and total - held >= -(TOTAL_SLACK * held + error.sum().item())
     check_number(total, "total", f"finite and at least {held:g}, the sum of the variances", possible)
     m = len(values)
     complete = most == m or total - held <= max(SLACK * total, (most or m) * noise)
-    return _Known(values, total, noise, torch.as_tensor(error).to(values).expand(m), complete)
+    return _Known(values, total, noise, error, complete)
 
 
 def _variances(spectrum: Any) -> Tensor:

@@ -365,7 +365,8 @@ def _places(positions: Any, keep: Tensor | None, shape: tuple[int, ...], device:
     if len(shape) < 2:
         return torch.full((math.prod(shape),), -1, device=device)
     counted = torch.ones(shape, dtype=torch.bool, device=device) if keep is None else keep.reshape(shape)
-    return (counted.cumsum(-1) - 1).reshape(-1)
+    place = counted.flatten(2).any(2).cumsum(1) - 1 if counted.ndim > 2 else counted.cumsum(1) - 1
+    return place.reshape(place.shape + (1,) * (counted.ndim - 2)).expand(shape).reshape(-1)
 
 
 def _trace_share(part: _Statistic, whole: _Statistic) -> float:

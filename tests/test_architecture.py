@@ -11,17 +11,18 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = "pca_torch"
 
 FLOORS = {
-    11: ["__main__"],
-    10: ["__init__", "cli"],  # doors
-    9: ["pipeline"],  # jobs
-    8: ["report"],  # products
-    7: ["estimator", "export", "plots", "table"],
-    6: ["subspace"],  # compare
-    5: ["solvers"],  # choice
-    4: ["solvers.full", "solvers.covariance"],  # methods
-    3: ["moments", "bounds"],  # facts, and what they are worth
-    2: ["scatter", "spectrum", "tokens", "hooks", "sources", "models", "texts", "layout"],
-    1: ["result", "linalg", "precision"],  # values
+    12: ["__main__"],
+    11: ["__init__", "cli"],  # doors
+    10: ["pipeline"],  # jobs
+    9: ["report"],  # products
+    8: ["estimator", "export", "plots", "table"],
+    7: ["subspace"],  # compare
+    6: ["solvers"],  # choice
+    5: ["solvers.full", "solvers.covariance"],  # methods
+    4: ["moments", "bounds"],  # facts, and what they are worth
+    3: ["scatter", "spectrum", "tokens", "hooks", "sources", "models", "texts", "layout"],
+    2: ["result", "linalg"],  # values
+    1: ["precision"],
     0: ["_checks", "_files", "_labels"],  # ground
 }
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules}

@@ -189,9 +189,12 @@ def test_rows_left_out_may_hold_anything():
     assert checks.select_rows(rows, None, mask.double(), "raise")[0].tolist() == [[2, 3]]
 
 
-def test_finite_rows_whose_sum_overflows_count():
-    rows = torch.full((4, 2), 1e308, dtype=torch.float64)
-    assert len(checks.select_rows(rows, None, None, "raise")[0]) == 4
+def test_finite_rows_whose_squares_overflow_are_refused():
+    rows = torch.full((3, 2), 1e300, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"values beyond 1e\+150, whose squares leave float64"):
+        checks.select_rows(rows, None, None, "raise")
+    kept, _, dropped = checks.select_rows(rows.float().nan_to_num() * 0 + 1e30, None, None, "raise")
+    assert (len(kept), dropped) == (3, 0)
 
 
 # ---------------------------------------------------------------- numbers and choices

@@ -13,6 +13,15 @@ SOLVERS = ("full", "covariance_eigh", "streaming")
 U64 = unit_roundoff(torch.float64)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Matrices this small stall threaded LAPACK when the cores are busy: ten times the work's own time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def rotated(variances, n, d, seed):
     """(n, d) rows whose sample variances are those given, in a random frame."""
     g = torch.Generator().manual_seed(seed)
@@ -96,7 +105,8 @@ def solve(x, solver, k=None):
 @pytest.mark.parametrize("name", SPECTRA)
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_each_solver_keeps_its_word(solver, name, dtype, shape, offset, seed):
-    x = (spectrum_of(name, *shape, seed) + offset).to(dtype)
+    n, d = shape
+    x = (spectrum_of(name, n, d, seed) + offset).to(dtype)
     z, want, _ = truth(x)
     result = solve(x, solver)
     m, certificate = min(shape), result.certificate
@@ -182,3 +192,57 @@ def test_bounds_hold_on_many_tiny_problems(block):
             assert bool((off <= allowed).all()), (seed, solver)
             ratios.append((allowed.max() / off.max().clamp_min(U64 * want[0])).item())
     assert sorted(ratios)[len(ratios) // 2] < 1e4  # a bound of everything would hold too
+
+
+def own_angle(variances, k, d):
+    """Radians the float64 truth may be turned by: its own backward error across the gap of σ (Wedin)."""
+    sigma = torch.cat([variances.sqrt(), variances.new_zeros(1)])
+    off, gap = 4 * U64 * math.sqrt(len(variances)) * sigma[0].item(), (sigma[k - 1] - sigma[k]).item()
+    if k == d:
+        return 0.0
+    return math.asin(min(1.0, off / (gap - off))) if gap > off else math.pi / 2
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("block", range(4))
+def test_shares_and_angles_hold_on_tiny_problems(block, solver):
+    for seed in range(50 * block, 50 * block + 50):
+        x = small_problem(seed)
+        z, want, vh = truth(x)
+        m, d = len(want), x.shape[1]
+        for k in sorted({1, m // 2, m} - {0}):
+            result = solve(x, solver, k)
+            certificate, total = result.certificate, result.total_variance.item()
+            if total == 0:
+                continue
+            v = torch.linalg.qr(result.components.double().mT).Q
+            missed = want[:k].sum().item() - (z @ v).square().sum().item() / (len(x) - 1)
+            slack = own_error(want, m)[:k].sum().item()
+            assert missed <= certificate.missed_ratio_bound * total + slack, (seed, k)
+            sine = torch.linalg.matrix_norm(v - vh[:k].mT @ (vh[:k] @ v), 2).item()
+            allowed = certificate.angle_bound + own_angle(want, k, d) + 1e-12
+            assert math.asin(min(1.0, sine)) <= allowed, (seed, k)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_ranks_are_those_of_the_truth_but_for_ties(solver):
+    """Another rank only where the true share is as close to the one asked for as the errors add up to."""
+    compared = 0
+    for seed in range(150):
+        x = small_problem(seed)
+        _, want, _ = truth(x)
+        result = solve(x, solver)
+        if result.total_variance == 0:
+            continue
+        shares = want.cumsum(0) / want.sum()
+        doubt = (torch.tensor(result.certificate.variance_error) + own_error(want, len(want))).cumsum(0)
+        for share in (0.5, 0.9, 0.95, 0.99, 0.999):
+            right = int((shares < share - 1e-12).sum()) + 1
+            have = pt.spectrum.rank(result, share)
+            compared += 1
+            if have == right:
+                continue
+            near = min(have, right) - 1
+            assert abs(have - right) == 1, (seed, share)
+            assert abs(shares[near] - share) <= 2 * doubt[near] / want.sum() + 1e-12, (seed, share)
+    assert compared > 300

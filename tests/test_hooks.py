@@ -610,3 +610,15 @@ def test_compiling_inside_the_block_keeps_the_mask():
         for _ in range(3):
             compiled(x, RIGHT)
     assert [len(r) for r in rows] == [RIGHT.sum()] * 3
+
+
+def test_a_module_is_no_sink():
+    import pca_torch as pt
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="pass its `partial_fit`"), capture(model, {"0": pt.PCA()}):
+        pass
+    pca = pt.PCA()
+    with capture(model, {"0": pca.partial_fit}):
+        model(torch.randn(5, 2, generator=torch.Generator().manual_seed(0)))
+    assert pca.n_samples_ == 5

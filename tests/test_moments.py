@@ -299,3 +299,16 @@ def test_arguments_are_checked(arguments, message):
 def test_only_like_merges_with_like():
     with pytest.raises(ValueError, match="4 features in 1 groups, this statistic has 3"):
         Moments(3).merge(Moments(4))
+
+
+def test_small_batches_of_several_dtypes_wait_together():
+    batches = [torch.tensor([[70000], [1]]), torch.tensor([[1.5], [2.0]], dtype=torch.float16)]
+    moments = Moments(1)
+    for batch in batches:
+        moments.update(batch)
+    within(moments, torch.cat([batch.double() for batch in batches]))
+
+
+def test_a_device_is_kept_for_the_first_rows():
+    assert Moments(2, device="cpu").update(samples(3, 2).float()).product_dtype == torch.float64
+    assert Moments(2, device="cpu").n_samples == 0

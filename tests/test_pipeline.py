@@ -38,7 +38,7 @@ def analysed(smollm2):
     reports = pt.analyse(smollm2.model, texts.batches(tokens.ids, 2), sites)
     rows = {site: [] for site in sites}
     with torch.no_grad(), pt.capture(smollm2.model, {site: rows[site].append for site in sites}):
-        for batch in texts.batches(tokens.ids, 4):
+        for batch in texts.batches(tokens.ids, 2):
             smollm2.model.base_model(**batch, use_cache=False)
     return reports, {site: torch.cat(parts) for site, parts in rows.items()}
 
@@ -57,8 +57,7 @@ def test_ranks_of_a_real_model_are_those_of_the_collected_activations(analysed, 
             assert pt.spectrum.rank(result, share) == rank_of(variances, share)
         assert result.n_components == rank_of(variances, 0.95)
         error = np.abs(result.spectrum.numpy() - variances)
-        # batch 2 and batch 4 differ in the last float32 bits of the activations: allow their rounding
-        assert error.max() <= max(result.certificate.variance_error) + 1e-4 * variances[0]
+        assert error.max() <= max(result.certificate.variance_error)
 
 
 @pytest.mark.model
@@ -139,7 +138,7 @@ def test_positions_are_counted_in_the_whole_sequence_when_tokens_are_dropped():
     ids[:, 5] = 7
     for drop in (0, 2):
         found = pt.analyse(model, [{"input_ids": ids}], "embed", drop_first=drop)["embed"]
-        assert set(found.extreme.positions) <= {5}
+        assert set(found.extreme.positions) == {5}
     assert ids.shape[0] / ids.numel() > 0.05  # one in twelve: above 5 %, so the site is heavy-tailed
     assert found.extreme.heavy_tailed
 
@@ -248,3 +247,51 @@ def test_memory_does_not_grow_with_the_tokens():
         peaks.append(int(run.stdout))
     grown, kept = peaks[1] - peaks[0], 100 * 4 * 256 * 512 * 4 * 4
     assert grown < 0.05 * kept
+
+
+def test_each_part_of_the_model_keeps_its_mode():
+    model = Toy().train()
+    model.blocks[1].eval()  # frozen
+    pt.analyse(model, token_batches())
+    assert [block.training for block in model.blocks] == [True, False, True]
+
+
+def test_experts_inside_a_block_are_not_the_blocks():
+    block = torch.nn.Module()
+    block.experts = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(8))
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([block, block.__class__()])
+    assert pipeline.decoder_layers(model) == "layers.*"
+
+
+def test_a_site_in_the_head_makes_the_head_run():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=12, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    reports = pt.analyse(model, [torch.arange(120).reshape(4, 30) % 12], ["lm_head", "model.layers.0"])
+    assert reports["lm_head"].all_tokens.n_features == 12
+
+
+def test_too_many_components_are_refused_before_the_work():
+    seen = []
+    with pytest.raises(ValueError, match=r"`n_components` must be in 0\.\.8, got 9"):
+        pt.analyse(Toy(), token_batches(), n_components=9, progress=seen.append)
+    assert seen == []
+
+
+def test_a_wrapper_with_a_base_model_of_its_own_is_run_whole():
+    class Wrapper(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base_model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+
+        def forward(self, x):
+            return self.base_model(100 * x)
+
+    model, x = Wrapper(), torch.randn(200, 8, generator=torch.Generator().manual_seed(0))
+    found = pt.analyse(model, [x], "base_model.0")["base_model.0"].all_tokens
+    with torch.no_grad():
+        want = truth(model(x))[1].sum()
+    assert found.total_variance.item() == pytest.approx(want.item(), rel=1e-9)

@@ -73,15 +73,9 @@ def test_ratios_of_a_total_of_zero_are_zero():
     ("changes", "want"),
     [
         ({}, 1.0),  # the one that was dropped is known
-        (
-            {"spectrum": torch.tensor([9.0, 4.0], dtype=torch.float64)},
-            3.0,
-        ),  # unknown: what is left of the total
+        ({"spectrum": torch.tensor([9.0, 4.0]).double()}, 3.0),  # unknown: what is left of the total
         ({"n_samples": 2}, 0.0),  # min(N, D) = 2 are all kept
-        (
-            {"spectrum": torch.tensor([9.0, 7.0 + 1e-9], dtype=torch.float64)},
-            0.0,
-        ),  # rounding is not a negative variance
+        ({"spectrum": torch.tensor([9.0, 7.0 + 2**-20]).double()}, 0.0),  # rounding is not negative
     ],
     ids=["known", "rest_of_total", "none_dropped", "rounding"],
 )

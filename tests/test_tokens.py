@@ -601,3 +601,10 @@ def test_a_result_needs_a_row():
         views(8).result()
     with pytest.raises(ValueError, match="no rows were counted"):
         views(8).update(torch.zeros(2, 8), mask=np.zeros(2)).result()
+
+
+def test_positions_of_heads_are_those_of_their_token():
+    x = torch.randn(2, 60, 4, 3, generator=torch.Generator().manual_seed(0))
+    x[0, 7, 3] *= 1e4
+    extreme = TokenViews(lambda: Moments(3)).update(x).result()[2]
+    assert dict(extreme.positions) == {7: 1}

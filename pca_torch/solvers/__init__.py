@@ -15,7 +15,7 @@ from pca_torch._checks import (
     as_rows,
     as_weights,
     check_choice,
-    check_number,
+    check_ddof,
     select_rows,
 )
 from pca_torch.moments import Moments
@@ -94,13 +94,15 @@ def decompose(
     """
     check_choice(svd_solver, "svd_solver", ("auto", *SOLVERS))
     check_choice(nonfinite, "nonfinite", ("raise", "drop"))
-    check_number(ddof, "ddof", "a number ≥ 0", not isinstance(ddof, bool) and ddof >= 0)
+    check_ddof(ddof)
     n_components = as_components(n_components)
     options = {"center": center, "standardize": standardize, "whiten": whiten, "ddof": ddof}
     if isinstance(data, NpySource):
         data = [data]
     if isinstance(data, (list, tuple)) and data and all(isinstance(source, NpySource) for source in data):
         data = _summed(data, precision, nonfinite)
+    if isinstance(data, Moments) and (mask is not None or weights is not None):
+        raise ValueError("`mask` and `weights` are for samples in memory; give them to `Moments.update`.")
     if isinstance(data, Moments):
         return _of_statistic(data, n_components, svd_solver, options)
     rows, shape = as_rows(data)
@@ -113,11 +115,18 @@ def decompose(
 def _summed(
     sources: Sequence[NpySource], precision: Precision, nonfinite: Literal["raise", "drop"]
 ) -> Moments:
-    """One pass over arrays on disk."""
+    """One pass over arrays on disk.
+
+    Raises:
+        ValueError: a file has NaN or inf, or another D.
+    """
     moments = Moments(sources[0].n_features, precision=precision, nonfinite=nonfinite)
     for source in sources:
         for block in source:
-            moments.update(block)
+            try:
+                moments.update(block)
+            except ValueError as error:
+                raise ValueError(f"{source.path}: {error}") from error
     return moments
 
 
@@ -153,11 +162,13 @@ def _of_samples(
     moments = Moments(d, precision=precision).update(rows, weights=w)
     result = covariance.solve(moments, n_components, **options)
     trusted = result.certificate.trusted
-    if svd_solver != "auto" or rows.dtype != torch.float64 or result.n_components <= trusted:
+    asked = min(n, d) if n_components is None else n_components
+    asked = result.n_components if isinstance(asked, float) else asked  # whitening may have cut it
+    if svd_solver != "auto" or rows.dtype != torch.float64 or asked <= trusted:
         return result
     again = full.solve(rows, n_components, weights=w, precision=precision, **options)
     tried = (
-        f"covariance_eigh: {result.n_components} components asked for, "
+        f"covariance_eigh: {asked} components asked for, "
         f"{trusted} stand above its floor {result.certificate.rounding_floor:.3g}"
     )
     return replace(again, certificate=replace(again.certificate, fallbacks=(tried,)))

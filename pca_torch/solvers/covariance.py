@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pca_torch.bounds import Solved, assemble, standard_deviations
+from pca_torch._checks import require_square
+from pca_torch.bounds import Solved, assemble, check_total, constant_columns, standard_deviations
 from pca_torch.moments import Moments
 from pca_torch.precision import component_dtype, exact_products, unit_roundoff
 from pca_torch.result import PCAResult
@@ -41,14 +42,17 @@ def solve(
     an SVD of the samples keeps them: κ(XᵀX) = κ(X)².
     """
     divisor = moments.divisor(ddof)
+    require_square(moments.n_features, 4, moments.mean.device, "use `svd_solver='full'` on the data itself")
     with exact_products(moments.mean.device):
         mean, covariance = _problem(moments, divisor, ddof, center)
         second_moment = moments.covariance(0).diagonal() + moments.mean.square()
+        constant = bool(constant_columns(covariance.diagonal(), mean).all())
         scale = None
         if standardize:
             scale = standard_deviations(covariance.diagonal(), mean)
             covariance = covariance / torch.outer(scale, scale)
             second_moment = second_moment / scale.square()
+        check_total(covariance.trace())
         variance, vectors = torch.linalg.eigh(covariance)
         most = min(moments.n_samples, moments.n_features)
         variance = variance.flip(0)[:most]
@@ -69,6 +73,7 @@ def solve(
             n_samples=moments.n_samples,
             divisor=divisor,
             dtype=moments.input_dtype or torch.float64,
+            constant=constant,
             solver="covariance_eigh",
             precision=f"{products} products, float64 sums and eigh",
             deterministic=moments.product_dtype == torch.float64,

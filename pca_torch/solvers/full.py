@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from pca_torch.bounds import Solved, assemble, factor_errors, standard_deviations
+from pca_torch.bounds import Solved, assemble, constant_columns, factor_errors, standard_deviations
 from pca_torch.precision import Precision, component_dtype, exact_products, product_dtype, unit_roundoff
 from pca_torch.result import PCAResult
 
@@ -48,6 +48,7 @@ def solve(
     with exact_products(x.device):
         mean, z = _centred(x, weights, center)
         variance = z.square().sum(0) / divisor
+        constant = bool(constant_columns(variance, mean).all())
         second_moment = variance * (divisor / (len(x) if weights is None else weights.sum())) + mean.square()
         scale = None
         if standardize:
@@ -72,10 +73,17 @@ def solve(
             n_samples=len(x),
             divisor=divisor,
             dtype=x.dtype if x.is_floating_point() else torch.float64,
+            constant=constant,
             solver="full",
             precision=f"{str(work).removeprefix('torch.')} SVD of the samples",
         )
-        return assemble(solved, n_components, dtype=component_dtype(x.dtype), centred=center, whiten=whiten)
+        return assemble(
+            solved,
+            n_components,
+            dtype=torch.float32 if work == torch.float32 else component_dtype(x.dtype),
+            centred=center,
+            whiten=whiten,
+        )
 
 
 def _divisor(n: int, weights: Tensor | None, ddof: float) -> float:
