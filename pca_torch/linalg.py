@@ -31,18 +31,27 @@ def panels(d: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, d)) for start in range(0, d, step)]
 
 
-def add_gram(target: Tensor, x: Tensor) -> None:
+def add_gram(target: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> None:
     """Add xᵀx to the upper block triangle of `target` (D, D) in place; `mirror` fills the rest.
 
-    `target` may have a wider dtype than `x`: the product is then formed in the dtype of `x` and
-    added in that of `target`.
+    Args:
+        target: (D, D) sums, in the dtype of `x`.
+        x: rows (n, D).
+        dtype: a narrower one to form the products in; they are added in that of `target`. Rows are then
+            scaled to 1 by a power of two, which rounds nothing: squares would leave float32 at 1e19.
     """
+    narrow = dtype is not None and dtype != target.dtype
+    unit = torch.ones((), dtype=x.dtype, device=x.device)
+    if narrow and x.numel():
+        size = x.abs().max()
+        unit = torch.where(size > 0, size.log2().floor().exp2(), unit)
+        x = (x / unit).to(dtype)
     for start, stop in panels(x.shape[1]):
         block = target[start:stop, start:]
-        if x.dtype == target.dtype:
-            block.addmm_(x[:, start:stop].mT, x[:, start:])
+        if narrow:
+            block += (x[:, start:stop].mT @ x[:, start:]).to(target.dtype) * unit.square()
         else:
-            block += x[:, start:stop].mT @ x[:, start:]
+            block.addmm_(x[:, start:stop].mT, x[:, start:])
 
 
 def mirror(upper: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ class Scatter:
             x = (x - mean) * w.sqrt()[:, None]
         self._shift(len(x), weight, weight_sq, mean)
         self.depth = max(self.depth, len(x)) + 1
-        add_gram(self._upper, x.to(dtype))
+        add_gram(self._upper, x, dtype)
         if self.measured:
             self._probe.addmm_(x.mT, x @ self._signs)
 

@@ -97,3 +97,16 @@ def test_float32_arithmetic_has_float32_components_and_saves(tmp_path):
         result = pt.decompose(samples(50, 8), svd_solver=solver, precision="float32")
         pt.save(tmp_path / "b.safetensors", {"a": result})
         assert torch.equal(pt.load(tmp_path / "b.safetensors")["a"].components, result.components)
+
+
+@pytest.mark.parametrize("size", [1e-40, 1e-25, 1e30, 1e60])
+def test_float32_products_have_the_range_of_float64(size):
+    x = samples(50, 8, offset=2.0)
+    want, found = (
+        pt.decompose(scale * x, svd_solver="covariance_eigh", precision="float32") for scale in (1, size)
+    )
+    torch.testing.assert_close(
+        found.explained_variance_ratio, want.explained_variance_ratio, rtol=1e-4, atol=1e-7
+    )
+    error = (found.spectrum - truth(size * x)[1]).abs()
+    assert bool((error <= torch.tensor(found.certificate.variance_error, dtype=torch.float64)).all())

@@ -24,7 +24,7 @@ def test_the_symmetric_product_is_the_plain_one(d, dtype):
     before = samples(d, d, decay=0.99, seed=1)
     before = before + before.mT
     target = before.clone()
-    add_gram(target, x)
+    add_gram(target, x.double(), dtype)
     size = x.double().abs()
     bound = n * unit_roundoff(dtype) * (size.mT @ size) + 4 * unit_roundoff(torch.float64) * before.abs()
     have, want = mirror(target), before + x.double().mT @ x.double()
@@ -36,7 +36,8 @@ def test_the_symmetric_product_is_the_plain_one(d, dtype):
 
 def test_adding_no_rows_adds_nothing():
     target = torch.eye(600, dtype=torch.float64)
-    add_gram(target, torch.zeros(0, 600))
+    for dtype in (torch.float32, torch.float64):
+        add_gram(target, torch.zeros(0, 600, dtype=torch.float64), dtype)
     assert torch.equal(target, torch.eye(600, dtype=torch.float64))
 
 
