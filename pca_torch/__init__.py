@@ -9,23 +9,27 @@ from pca_torch.hooks import capture, match_sites
 from pca_torch.moments import Moments
 from pca_torch.pipeline import analyse
 from pca_torch.result import Certificate, ExtremeRows, PCAResult, SiteReport
-from pca_torch.solvers import choose_solver, decompose
+from pca_torch.rfactor import RFactor
+from pca_torch.solvers import BatchedResult, choose_solver, decompose, decompose_batch
 from pca_torch.sources import NpySource
 from pca_torch.tokens import TokenViews
 
 __all__ = [
     "PCA",
+    "BatchedResult",
     "Certificate",
     "ExtremeRows",
     "Moments",
     "NpySource",
     "PCAResult",
+    "RFactor",
     "SiteReport",
     "TokenViews",
     "analyse",
     "capture",
     "choose_solver",
     "decompose",
+    "decompose_batch",
     "load",
     "match_sites",
     "save",

@@ -6,12 +6,13 @@ import numbers
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
+LARGEST_INTEGER = 2**53  # float64 holds every integer up to here, and not the next one
 LARGEST = 1e150  # squares of larger values, or their sums, leave float64
 LAPACK_LARGEST = 32766  # beyond this the 32-bit work sizes of LAPACK's eigensolvers overflow
 
@@ -24,15 +25,22 @@ def as_tensor(x: Any, name: str = "x") -> Tensor:
         name: how errors call it.
 
     Raises:
-        TypeError: not numeric, wider than 64 bits, or complex.
+        TypeError: not numeric, wider than 64 bits, complex, or with integers that float64 cannot hold.
     """
     if not isinstance(x, Tensor):
         array = np.asarray(x)
+        if array.dtype.kind == "c":
+            raise TypeError(
+                f"`{name}` must be real, got {array.dtype}; "
+                f"pass `np.concatenate([np.real({name}), np.imag({name})], -1)`."
+            )
         if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
             raise TypeError(
                 f"`{name}` must be a numeric array or tensor of at most 64 bits, "
                 f"got {type(x).__name__} of {array.dtype}."
             )
+        if array.dtype == np.float64 and isinstance(x, list | tuple):
+            _check_mixed(x, array, name)
         # native bytes in C order, as torch asks; not `ascontiguousarray`, which turns 0-d into 1-d
         array = np.asarray(array, array.dtype.newbyteorder("="), order="C")
         if not array.flags.writeable:  # torch warns about a read-only buffer; we only read
@@ -42,7 +50,43 @@ def as_tensor(x: Any, name: str = "x") -> Tensor:
         raise TypeError(
             f"`{name}` must be real, got {x.dtype}; pass `torch.view_as_real({name}).flatten(-2)`."
         )
+    _check_integers(x, name)
     return x
+
+
+def _check_integers(x: Tensor, name: str) -> None:
+    """Refuse integers that float64 would round.
+
+    Raises:
+        TypeError: one is larger in size than 2⁵³.
+    """
+    if x.dtype not in {torch.int64, torch.uint64} or not x.numel():
+        return
+    signed = x.view(torch.int64)  # uint64 knows no order; its values from 2⁶³ on turn negative
+    low, high = (int(end) for end in signed.aminmax())  # not by `abs`: that of the lowest int64 is negative
+    lowest = -LARGEST_INTEGER if x.dtype == torch.int64 else 0
+    if low < lowest or high > LARGEST_INTEGER:
+        _refuse_integers(name)
+
+
+def _check_mixed(x: Any, array: np.ndarray, name: str) -> None:
+    """Refuse nested numbers whose integers were rounded when floats, or both signs, stood beside them.
+
+    Raises:
+        TypeError: one is larger in size than 2⁵³.
+    """
+    if not bool((np.abs(array) >= LARGEST_INTEGER).any()):
+        return
+    flat = np.asarray(x, dtype=object).ravel()
+    if any(isinstance(value, numbers.Integral) and abs(int(value)) > LARGEST_INTEGER for value in flat):
+        _refuse_integers(name)
+
+
+def _refuse_integers(name: str) -> NoReturn:
+    raise TypeError(
+        f"`{name}` holds integers beyond 2^53, which float64 cannot hold exactly; "
+        "subtract an offset as integers, or convert them to float64 if rounding them is meant."
+    )
 
 
 def as_rows(

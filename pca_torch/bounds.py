@@ -17,11 +17,14 @@ from pca_torch.precision import unit_roundoff
 from pca_torch.result import Certificate, PCAResult
 
 __all__ = [
+    "Rest",
     "Solved",
     "assemble",
+    "check_count",
     "check_total",
     "constant_columns",
     "factor_errors",
+    "kept",
     "sine_bound",
     "standard_deviations",
 ]
@@ -33,18 +36,17 @@ QUANTISATION = {torch.bfloat16: 2.8e-6, torch.float16: 4.3e-8}  # noise variance
 
 @dataclass(frozen=True)
 class Solved:
-    """Everything a dense solver found: all M = min(N, D) variances and directions, and their errors."""
+    """Everything a solver found: M variances, all min(N, D) or the leading ones, and their errors."""
 
     mean: Tensor  # (D,)
     scale: Tensor | None  # (D,)
     spectrum: Tensor  # (M,) descending, raw: rounding may have pushed some below zero
-    directions: Tensor  # (M, D) rows
+    directions: Tensor  # (K or more, D) rows
     total_variance: Tensor  # ()
-    second_moment: Tensor  # (D,) E[x²] per column, uncentred and unscaled
+    second_moment: Tensor  # (D,) E[x²] per column, uncentred
     error: Tensor  # (M,) |computed - true| of each variance is at most this
     floor: float  # variances at or below it are noise
-    values: Tensor  # (M,) what was decomposed: variances, or singular values of the samples
-    perturbation: float  # ‖E‖₂ of that, in its units
+    perturbation: float  # ‖E‖₂ of what was decomposed, in its units
     apply: Callable[[Tensor], Tensor]  # (K, D) float64 rows V → V C
     n_samples: int
     divisor: float
@@ -52,7 +54,19 @@ class Solved:
     constant: bool  # no column varies by more than the rounding of its mean
     solver: str
     precision: str
-    deterministic: bool = True  # `error` is a bound, not a measurement with a safety factor
+    values: Tensor | None = None  # (M,) what was decomposed: variances, or singular values of the samples
+    rest: Rest | None = None  # what is proved of the directions that were not computed
+    applied_error: float | None = None  # |vᵀĈv - vᵀCv| of `apply`; None is `error`
+    bound_kind: str = "deterministic"
+    fallbacks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What a solver of K directions proves of the others."""
+
+    below: float  # λ_{M+1} is at most this, M the variances that are known
+    residual: float  # ‖CV - VΘ‖₂ of the directions that were computed, rounding of C included
 
 
 def constant_columns(variance: Tensor, mean: Tensor) -> Tensor:
@@ -128,7 +142,8 @@ def assemble(
         solved = replace(solved, error=solved.error + spectrum)  # calling it zero is an error too
         spectrum, total = torch.zeros_like(spectrum), torch.zeros_like(total)
     trusted = int((spectrum > solved.floor).sum())
-    k = _kept(n_components, spectrum, total.item(), solved)
+    check_count(n_components, solved.n_samples, len(solved.mean))
+    k = kept(n_components, spectrum, total.item(), solved.floor, solved.error)
     if whiten:  # stored to `dtype`, a component holds that much of the first one
         stored = unit_roundoff(dtype) ** 2 * len(solved.mean) * spectrum[0].item() if len(spectrum) else 0.0
         k = min(k, trusted, int((spectrum > stored).sum()))
@@ -147,27 +162,38 @@ def assemble(
     )
 
 
-def _kept(n_components: float | None, spectrum: Tensor, total: float, solved: Solved) -> int:
-    """K of an int, a share or None.
+def check_count(n_components: float | None, n: int, d: int) -> None:
+    """Refuse more components than there are.
 
     Raises:
-        ValueError: out of range.
+        ValueError: an int above min(N, D).
     """
-    most = len(spectrum)
-    if n_components is None:
-        return most
-    if isinstance(n_components, float):
-        check_number(
-            n_components, "n_components", "a share in (0, 1] when it is a float", 0 < n_components <= 1
-        )
-        return spectra.rank(spectrum, n_components, total=total, floor=solved.floor, error=solved.error)
-    if not 0 <= n_components <= most:
-        n, d = solved.n_samples, len(solved.mean)
+    if isinstance(n_components, int) and n_components > min(n, d):
         raise ValueError(
-            f"`n_components` must be in 0..{most}, the smaller of {n} samples and {d} features, "
+            f"`n_components` must be in 0..{min(n, d)}, the smaller of {n} samples and {d} features, "
             f"got {n_components}."
         )
-    return n_components
+
+
+def kept(n_components: float | None, spectrum: Tensor, total: float, floor: float, error: Tensor) -> int:
+    """K of an int, a share or None.
+
+    Args:
+        n_components: K, a share in (0, 1], or None for all M.
+        spectrum: (M,) variances, descending, not negative.
+        total: variance of all directions.
+        floor: variances at or below it are noise.
+        error: (M,) error of each variance.
+
+    Raises:
+        ValueError: a share out of range, or beyond the M variances that are known.
+    """
+    if isinstance(n_components, int):
+        return n_components
+    if n_components is None:
+        return len(spectrum)
+    check_number(n_components, "n_components", "a share in (0, 1] when it is a float", 0 < n_components <= 1)
+    return spectra.rank(spectrum, n_components, total=total, floor=floor, error=error)
 
 
 def _certify(solved: Solved, spectrum: Tensor, total: float, components: Tensor, trusted: int) -> Certificate:
@@ -176,16 +202,15 @@ def _certify(solved: Solved, spectrum: Tensor, total: float, components: Tensor,
     v = components.double()
     applied = solved.apply(v)
     variance, error = spectrum[:k], solved.error[:k]
-    quotient = (applied * v).sum(1)  # vᵀCv, the variance along each component
-    gap = _gap(spectrum, k)
-    turned = sine_bound(solved.perturbation, _gap(solved.values, k)) if 0 < k < d else 0.0
+    captured = _captured(v, applied)
+    doubt = error.sum().item() if solved.applied_error is None else k * solved.applied_error
+    missed = max(0.0, (variance + error).sum().item() - captured + doubt) if k < d else 0.0
+    turned, gap = _separation(solved, spectrum, k, missed)
     angle = min(math.pi / 2, turned + unit_roundoff(components.dtype) * math.sqrt(d))
     return Certificate(
-        captured_ratio=min(1.0, quotient.sum().item() / total) if total > 0 else 0.0,
-        missed_ratio_bound=_missed(variance, quotient, error, components.dtype) / total
-        if total > 0 and k < d
-        else 0.0,
-        bound_kind="deterministic" if solved.deterministic else "measured",
+        captured_ratio=min(1.0, captured / total) if total > 0 else 0.0,
+        missed_ratio_bound=missed / total if total > 0 else 0.0,
+        bound_kind=solved.bound_kind,
         variance_error=tuple(error.tolist()),
         rounding_floor=solved.floor,
         trusted=trusted,
@@ -196,7 +221,29 @@ def _certify(solved: Solved, spectrum: Tensor, total: float, components: Tensor,
         unique=angle < UNIQUE_BELOW,
         solver=solved.solver,
         precision=solved.precision,
+        fallbacks=solved.fallbacks,
     )
+
+
+def _separation(solved: Solved, spectrum: Tensor, k: int, missed: float) -> tuple[float, float]:
+    """Radians by which the K-subspace may be turned, and its distance to the next variance.
+
+    Where the others are not known, the gap is θ_K less what is proved of λ_{K+1}, never the distance of
+    two computed values. Then sin θ ≤ ‖CV - VΘ‖ / gap (Davis & Kahan, 1970), and sin² θ ≤ missed / gap:
+    whatever is left out of the K leading directions holds λ_K at least, what stands in for it λ_{K+1}.
+    """
+    if k == 0:
+        return 0.0, 0.0
+    if solved.rest is None:
+        values = spectrum if solved.values is None else solved.values
+        turned = sine_bound(solved.perturbation, _gap(values, k)) if k < len(solved.mean) else 0.0
+        return turned, _gap(spectrum, k)
+    known = k < len(spectrum)
+    following = (spectrum[k] + solved.error[k]).item() if known else solved.rest.below
+    gap = spectrum[k - 1].item() - solved.perturbation - following
+    if gap <= 0:
+        return math.pi / 2, 0.0
+    return math.asin(min(1.0, solved.rest.residual / gap, math.sqrt(missed / gap))), gap
 
 
 def _gap(values: Tensor, k: int) -> float:
@@ -206,16 +253,15 @@ def _gap(values: Tensor, k: int) -> float:
     return (values[k - 1] - (values[k] if k < len(values) else 0)).item()
 
 
-def _missed(variance: Tensor, quotient: Tensor, error: Tensor, dtype: torch.dtype) -> float:
-    """Variance that a better K-subspace could still capture.
+def _captured(v: Tensor, applied: Tensor) -> float:
+    """Variance in the span of the components as they are stored: tr (VVᵀ)⁻¹VCVᵀ.
 
-    The K largest true variances sum to at most Σ(λ̂ + e), and the components truly capture at
-    least Σ(vᵀĈv - e); rounding them to their dtype moves vᵀCv by 2u√(λλ₁) at most.
+    Their rounding bends each by u, which moves a single vᵀCv by u√(λλ₁) but the span by u² only.
     """
-    if not len(variance):
+    if not len(v):
         return 0.0
-    stored = 2 * unit_roundoff(dtype) * (variance * variance[0]).sqrt()
-    return max(0.0, (variance + 2 * error - quotient + stored).sum().item())
+    factor = torch.linalg.cholesky(v @ v.mT)
+    return torch.cholesky_solve(v @ applied.mT, factor).trace().item()
 
 
 def _quantisation(solved: Solved, v: Tensor) -> tuple[float, ...] | None:

@@ -13,7 +13,8 @@ from pca_torch._checks import as_components, as_rows, check_choice, check_ddof, 
 from pca_torch.moments import Moments
 from pca_torch.precision import Precision
 from pca_torch.result import Certificate, PCAResult
-from pca_torch.solvers import SOLVERS, decompose
+from pca_torch.rfactor import RFactor
+from pca_torch.solvers import SOLVERS, STREAMING, decompose
 
 __all__ = ["PCA"]
 
@@ -39,16 +40,17 @@ class PCA(nn.Module):
 
     Args:
         n_components: K, a share of the variance in (0, 1] as a float, or None for min(N, D).
-        svd_solver: "auto", "full" or "covariance_eigh".
+        svd_solver: "auto", "full", "covariance_eigh", "tsqr", "randomized" or "krylov"; `choose_solver` tells
+            what "auto" takes.
         whiten: scores have unit variance; directions that are null to rounding are dropped.
         center: subtract the mean.
         standardize: divide each feature by its standard deviation.
         ddof: delta degrees of freedom of the divisor N - ddof.
-        tol: accuracy asked of iterative solvers; the solvers of today are exact.
-        n_oversamples: extra columns of randomised solvers; the solvers of today are exact.
-        n_iter: power iterations of randomised solvers; the solvers of today are exact.
+        tol: share of the total variance that "krylov" may miss; None is 1e-6.
+        n_oversamples: directions that "randomized" sketches beyond K.
+        n_iter: its power iterations.
         precision: arithmetic of the products, "auto", "float32" or "float64".
-        random_state: seed or generator of randomised solvers; the solvers of today are exact.
+        random_state: seed or generator of "randomized" and "krylov"; None is a fixed seed.
         nonfinite: "raise" refuses data with NaN or inf, "drop" skips such rows.
 
     Raises:
@@ -103,7 +105,7 @@ class PCA(nn.Module):
         self.precision: Precision = precision
         self.random_state = random_state
         self.nonfinite: Literal["raise", "drop"] = nonfinite
-        self._statistic: Moments | None = None
+        self._statistic: Moments | RFactor | None = None
 
     # --- learning ----------------------------------------------------------------------------------
 
@@ -111,7 +113,7 @@ class PCA(nn.Module):
         """Learn from `x` alone; what was learned before is forgotten.
 
         Args:
-            x: samples (..., D), a tensor or array of any real dtype; not changed.
+            x: samples (..., D), a tensor or array of any real dtype, or a sparse matrix; not changed.
             y: ignored, for pipelines.
             mask: 0/1 with the leading shape of `x`; rows at 0 do not count.
             weights: importance ≥ 0 of each row, same shape.
@@ -147,15 +149,16 @@ class PCA(nn.Module):
             ValueError: bad data, which then left no trace; or a solver that needs all samples at once.
         """
         del y
-        if self.svd_solver not in {"auto", "covariance_eigh"}:
+        if self.svd_solver not in STREAMING:
             raise ValueError(
                 f"`svd_solver` = {self.svd_solver!r} needs all samples at once; "
-                "`partial_fit` takes 'auto' or 'covariance_eigh'."
+                f"`partial_fit` takes {', '.join(map(repr, STREAMING))}."
             )
         statistic = self._statistic
         if statistic is None:
             rows, _ = as_rows(x)
-            statistic = Moments(rows.shape[1], precision=self.precision, nonfinite=self.nonfinite)
+            kind = RFactor if self.svd_solver == "tsqr" else Moments
+            statistic = kind(rows.shape[1], precision=self.precision, nonfinite=self.nonfinite)
         statistic.update(x, mask=mask, weights=weights)
         self._statistic = statistic
         self._forget()
@@ -231,7 +234,11 @@ class PCA(nn.Module):
             standardize=self.standardize,
             whiten=self.whiten,
             ddof=self.ddof,
+            tol=self.tol,
+            n_oversamples=self.n_oversamples,
+            n_iter=self.n_iter,
             precision=self.precision,
+            random_state=self.random_state,
             nonfinite=self.nonfinite,
             **rows,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["add_gram", "fix_signs", "mirror", "panels", "rademacher"]
+__all__ = ["add_gram", "fix_signs", "generator_from", "mirror", "panels", "rademacher"]
 
 PANELS = 8  # block rows of a symmetric product: 36 of 64 blocks are computed
 PLAIN_BELOW = 512  # columns under which one product beats eight
@@ -13,7 +13,7 @@ SIGN_TIE = 1e-3  # entries this close to the largest count as tied
 
 
 def fix_signs(components: Tensor) -> Tensor:
-    """Components (K, D) with the entry of largest modulus of each row positive.
+    """Components (..., K, D) with the entry of largest modulus of each row positive.
 
     Among entries within 1e-3 relative of the largest the first decides, so that rounding cannot
     pick another one on another device or by another route.
@@ -21,8 +21,8 @@ def fix_signs(components: Tensor) -> Tensor:
     if not components.numel():
         return components
     size = components.abs()
-    first = (size >= (1 - SIGN_TIE) * size.amax(1, keepdim=True)).int().argmax(1, keepdim=True)
-    return torch.where(components.gather(1, first) < 0, -components, components)
+    first = (size >= (1 - SIGN_TIE) * size.amax(-1, keepdim=True)).int().argmax(-1, keepdim=True)
+    return torch.where(components.gather(-1, first) < 0, -components, components)
 
 
 def panels(d: int) -> list[tuple[int, int]]:
@@ -55,8 +55,13 @@ def add_gram(target: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Non
 
 
 def mirror(upper: Tensor) -> Tensor:
-    """The symmetric matrix whose upper triangle is that of `upper`."""
-    return upper.triu() + upper.triu(1).mT
+    """The symmetric matrix whose upper triangle is that of `upper`, a copy."""
+    full = upper.clone()
+    for start, stop in panels(len(upper)):  # by blocks: whole triangles would be two more D×D copies
+        block = upper[start:stop, start:stop]
+        full[start:stop, start:stop] = block.triu() + block.triu(1).mT
+        full[stop:, start:stop] = upper[start:stop, stop:].mT
+    return full
 
 
 def rademacher(d: int, columns: int, device: torch.device) -> Tensor:
@@ -64,3 +69,14 @@ def rademacher(d: int, columns: int, device: torch.device) -> Tensor:
     generator = torch.Generator("cpu").manual_seed(20121)
     signs = torch.randint(0, 2, (d, columns), generator=generator, dtype=torch.int8, device="cpu")
     return (2 * signs - 1).double().to(device)
+
+
+def generator_from(random_state: int | torch.Generator | None) -> torch.Generator:
+    """The generator of a randomised solver; the global one is never touched.
+
+    Args:
+        random_state: a seed, a generator, which moves on, or None for seed 0.
+    """
+    if isinstance(random_state, torch.Generator):
+        return random_state
+    return torch.Generator("cpu").manual_seed(0 if random_state is None else int(random_state))

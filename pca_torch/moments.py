@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from pca_torch._checks import (
-    as_mask,
-    as_rows,
-    as_weights,
-    check_choice,
-    check_number,
-    require_square,
-    select_rows,
-)
-from pca_torch.precision import Precision, exact_products, product_dtype, unit_roundoff
+from pca_torch._checks import check_choice, check_number, require_square
+from pca_torch.intake import BUFFER_ROWS, CHUNK_ROWS, Intake, divisor_of
+from pca_torch.precision import Precision, exact_products, product_dtype
 from pca_torch.scatter import Scatter
 
 __all__ = ["Moments"]
-
-CHUNK_ROWS = 4096  # rows of one product; longer batches are cut
-BUFFER_ROWS = 512  # shorter batches wait for company: a D×D update per row would cost as much as 256
 
 
 class Moments:
@@ -56,22 +45,15 @@ class Moments:
         device: torch.device | str | None = None,
         nonfinite: Literal["raise", "drop"] = "raise",
     ) -> None:
-        check_number(
-            n_features, "n_features", "a positive integer", isinstance(n_features, int) and n_features > 0
-        )
+        self._intake = Intake(n_features, nonfinite)
         check_number(groups, "groups", "a positive integer", isinstance(groups, int) and groups > 0)
         check_choice(precision, "precision", ("auto", "float32", "float64"))
-        check_choice(nonfinite, "nonfinite", ("raise", "drop"))
         self.n_features = n_features
         self.groups = groups
         self.precision: Precision = precision
-        self.nonfinite = nonfinite
-        self.n_dropped = 0  # rows skipped under nonfinite="drop"
-        self.input_dtype: torch.dtype | None = None  # the coarsest dtype that came in
         self.product_dtype: torch.dtype | None = None
         self.device: torch.device | None = None if device is None else torch.device(device)
         self._sums: list[Scatter] = []
-        self._pending: list[tuple[Tensor, Tensor | None]] = []
         self._pending_group = 0
         require_square(
             n_features, groups, torch.device(device or "cpu"), "use `svd_solver='full'` on the data itself"
@@ -82,7 +64,17 @@ class Moments:
     @property
     def n_samples(self) -> int:
         """Rows counted so far."""
-        return sum(s.n for s in self._sums) + sum(len(rows) for rows, _ in self._pending)
+        return sum(s.n for s in self._sums) + len(self._intake)
+
+    @property
+    def n_dropped(self) -> int:
+        """Rows skipped under `nonfinite="drop"`."""
+        return self._intake.n_dropped
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """The coarsest dtype that came in; integers count as float64."""
+        return self._intake.dtype
 
     @property
     def mean(self) -> Tensor:
@@ -115,14 +107,7 @@ class Moments:
             ValueError: nothing would be left to divide by.
         """
         total = self._total()
-        if total.n == 0:
-            raise ValueError("no rows were counted; `update` with at least one row first.")
-        divisor = total.weight - ddof * total.weight_sq / total.weight
-        if divisor <= 0 or math.isclose(divisor, 0, abs_tol=1e-12 * total.weight):
-            raise ValueError(
-                f"`ddof` = {ddof} needs more than {ddof} samples, got {total.n}; give more, or pass ddof=0."
-            )
-        return divisor
+        return divisor_of(total.n, total.weight, total.weight_sq, ddof)
 
     def covariance(self, ddof: float = 1) -> Tensor:
         """(D, D) float64 covariance with divisor Σw - ddof·Σw²/Σw.
@@ -133,7 +118,7 @@ class Moments:
         Raises:
             ValueError: too few rows for `ddof`.
         """
-        return self._total().matrix / self.divisor(ddof)
+        return self._total().matrix.div_(self.divisor(ddof))
 
     def second_moment(self) -> Tensor:
         """(D, D) float64 Σ w x xᵀ / Σw, from the centred sums: adding the mean back cancels nothing.
@@ -170,8 +155,8 @@ class Moments:
         alone = copy.copy(self)
         alone.groups = 1
         alone._sums = [copy.deepcopy(self._sums[index])] if self._sums else []
-        alone._pending = []
-        alone.n_dropped = 0  # dropped rows are counted for all groups together
+        alone._intake = Intake(self.n_features, self._intake.nonfinite)  # its count of dropped rows is of all
+        alone._intake.dtype = self.input_dtype
         return alone
 
     # --- writing -----------------------------------------------------------------------------------
@@ -193,13 +178,9 @@ class Moments:
                 `nonfinite="raise"`. The statistic is then as it was before.
         """
         self._check_group(group)
-        rows, shape = as_rows(x, self.n_features)
-        rows = rows.detach()
-        with exact_products(rows.device):
-            where = as_mask(mask, shape, rows.device), as_weights(weights, shape, rows.device)
-            rows, w, dropped = select_rows(rows, *where, self.nonfinite)
-            self.n_dropped += dropped
-            if len(rows):
+        rows, w = self._intake.select(x, mask, weights)
+        if len(rows):
+            with exact_products(rows.device):
                 self._take(rows, w, group)
         return self
 
@@ -222,7 +203,7 @@ class Moments:
             )
         other.flush()
         self.flush()
-        self.n_dropped += other.n_dropped
+        self._intake.n_dropped += other.n_dropped
         if not other._sums:
             return self
         with exact_products(other._sums[0].mean.device):
@@ -230,29 +211,19 @@ class Moments:
                 self._allocate(self.device or other._sums[0].mean.device, other.input_dtype or torch.float64)
             for mine, theirs in zip(self._sums, other._sums, strict=True):
                 mine.merge(theirs)
-        self._note_dtype(other.input_dtype)
+        self._intake.note(other.input_dtype or torch.float64)
         if other.product_dtype == torch.float32:  # the sums are as exact as the coarser of the two
             self.product_dtype = torch.float32
         return self
 
     def flush(self) -> None:
         """Sum the rows of small batches that wait; reading does it by itself."""
-        if not self._pending:
+        if not self._intake.waiting:
             return
-        pending = self._pending
-        rows = torch.cat([
-            r.double() for r, _ in pending
-        ])  # batches of several dtypes have no other in common
-        weighted = any(w is not None for _, w in pending)
-        w = None
-        if weighted:
-            w = torch.cat([
-                torch.ones(len(r), dtype=torch.float64, device=r.device) if w is None else w
-                for r, w in pending
-            ])
+        rows, w = self._intake.gathered()
         with exact_products(rows.device):
             self._add(rows, w, self._pending_group)
-        self._pending = []  # at the end: a failure above loses nothing
+        self._intake.waiting = []
 
     # --- inside ------------------------------------------------------------------------------------
 
@@ -265,18 +236,18 @@ class Moments:
         )
 
     def _take(self, rows: Tensor, w: Tensor | None, group: int) -> None:
-        """Sum long batches now, let short ones wait; what waits is a copy."""
-        if self._pending and (group != self._pending_group or rows.device != self._pending[0][0].device):
+        """Sum long batches now, let short ones wait."""
+        waiting = self._intake.waiting
+        if waiting and (group != self._pending_group or rows.device != waiting[0][0].device):
             self.flush()
         if not self._sums:
             self._allocate(self.device or rows.device, rows.dtype)
-        self._note_dtype(rows.dtype)
+        self._intake.note(rows.dtype)
         if len(rows) >= BUFFER_ROWS:
             self._add(rows, w, group)
             return
         self._pending_group = group
-        self._pending.append((rows.clone(), w))
-        if sum(len(r) for r, _ in self._pending) >= BUFFER_ROWS:
+        if self._intake.wait(rows, w) >= BUFFER_ROWS:
             self.flush()
 
     def _add(self, rows: Tensor, w: Tensor | None, group: int) -> None:
@@ -290,13 +261,6 @@ class Moments:
             self.device = device
             self.product_dtype = product_dtype(dtype, device, self.precision)
             self._sums = [Scatter(self.n_features, device, self.product_dtype) for _ in range(self.groups)]
-
-    def _note_dtype(self, dtype: torch.dtype | None) -> None:
-        """Remember the coarsest input: it sets the quantisation floor."""
-        if dtype is None or not dtype.is_floating_point:
-            dtype = torch.float64
-        if self.input_dtype is None or unit_roundoff(dtype) > unit_roundoff(self.input_dtype):
-            self.input_dtype = dtype
 
     def _total(self) -> Scatter:
         """The sums over all groups; not to be changed by the caller."""

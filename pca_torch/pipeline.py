@@ -26,6 +26,7 @@ __all__ = ["analyse", "decoder_layers", "fit_files", "run", "write_outputs"]
 
 Progress = Callable[[int], object]  # is told how many tokens or rows were just done
 
+WHOLE = "covariance_eigh"  # a report shows every variance, also of those directions that are not kept
 HELD = 256  # rows a site holds aside at most: with D = 4096 in float32 that is 4 MiB
 
 
@@ -206,7 +207,7 @@ def fit_files(
         for block in source:
             try:
                 views.update(block)
-            except ValueError as error:
+            except (TypeError, ValueError) as error:
                 raise ValueError(f"{source.path}: {error}") from error
             if step is not None:
                 step(len(block))
@@ -304,9 +305,10 @@ def _site_report(name: str, sink: _Views, n_components: float | None) -> SiteRep
         )
     everything, typical, extreme = sink.views.result()
     try:
-        all_tokens = decompose(everything, n_components)
-        same = typical is everything
-        return SiteReport(all_tokens, all_tokens if same else decompose(typical, n_components), extreme)
+        all_tokens = decompose(everything, n_components, WHOLE)
+        if typical is everything:
+            return SiteReport(all_tokens, all_tokens, extreme)
+        return SiteReport(all_tokens, decompose(typical, n_components, WHOLE), extreme)
     except ValueError as error:
         raise ValueError(f"site {name!r}: {error}") from error
 

@@ -129,8 +129,7 @@ class PCAResult:
             ValueError: `x` does not end in D features.
         """
         rows, shape = as_rows(x, self.n_features)
-        dtype = self._out_dtype(rows)
-        work = torch.promote_types(dtype, self.components.dtype)
+        dtype, work = self._dtypes(rows)
         basis = self.components.to(work).mT
         if self.whiten:
             basis = basis / self.explained_variance.sqrt().to(work)
@@ -148,8 +147,7 @@ class PCAResult:
             ValueError: `z` does not end in K scores.
         """
         rows, shape = as_rows(z, self.n_components, name="z", what="scores")
-        dtype = self._out_dtype(rows)
-        work = torch.promote_types(dtype, self.components.dtype)
+        dtype, work = self._dtypes(rows)
         if self.whiten:
             rows = rows * self.explained_variance.sqrt()
         with exact_arithmetic(rows.device):
@@ -199,8 +197,11 @@ class PCAResult:
         rows = rows.double() - self.mean
         return rows if self.scale is None else rows / self.scale
 
-    def _out_dtype(self, x: Tensor) -> torch.dtype:
-        return x.dtype if x.is_floating_point() else self.components.dtype
+    def _dtypes(self, x: Tensor) -> tuple[torch.dtype, torch.dtype]:
+        """Dtype of what is returned, and that of the products: float64 alone holds every integer."""
+        if not x.is_floating_point():
+            return self.components.dtype, torch.float64
+        return x.dtype, torch.promote_types(x.dtype, self.components.dtype)
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,9 @@ class Scatter:
     def error(self, scale: Tensor | None = None) -> float:
         """Bound on ‖computed - true‖₂ of S, or of S_ij / (scale_i scale_j).
 
-        A sum of float64 products obeys |E| ≤ γ |X|ᵀ|X| entrywise with γ = depth·u (Higham 2002,
-        §3.1), and ‖|X|ᵀ|X|‖₂ ≤ tr S; four more roundings come from centring.
+        A sum of float64 products obeys |E| ≤ γ |X|ᵀ|X| entrywise, and ‖|X|ᵀ|X|‖₂ ≤ tr S. γ is depth·u at
+        worst (Higham 2002, §3.1) and 8√depth·u but with probability 1e-13 (Higham & Mary, SIAM J. Sci.
+        Comput. 41(5), 2019); four more roundings come from centring.
         A mean is off by t, a few u·|mean|, and thus a shift f δδᵀ by f (δtᵀ + tδᵀ + ttᵀ): the larger
         part after a large offset. Over all shifts that is at most 2 √(Σf‖δ‖² Σf‖t‖²) + Σf‖t‖².
         For float32 products γ is six orders too large, so E is measured: P = Σ (x - m)((x - m)ᵀZ) was
@@ -74,7 +75,8 @@ class Scatter:
             scale = torch.ones_like(self.mean)
         squares = torch.stack([self.diagonal, self._between, self._slip]) / scale.square()
         trace, between, slip = squares.sum(1).tolist()
-        bound = (self.depth + 4) * U64 * trace + 2 * math.sqrt(between * slip) + slip
+        rounding = (min(self.depth, 8 * math.sqrt(self.depth)) + 4) * U64 * trace
+        bound = rounding + 2 * math.sqrt(between * slip) + slip
         if not self.measured:
             return bound
         seen = torch.linalg.matrix_norm((self._probe - self.matrix @ self._signs) / scale[:, None])

@@ -11,17 +11,40 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = "pca_torch"
 
 FLOORS = {
-    12: ["__main__"],
-    11: ["__init__", "cli"],  # doors
-    10: ["pipeline"],  # jobs
-    9: ["report"],  # products
-    8: ["estimator", "export", "plots", "table"],
-    7: ["subspace"],  # compare
-    6: ["solvers"],  # choice
-    5: ["solvers.full", "solvers.covariance"],  # methods
-    4: ["moments", "bounds"],  # facts, and what they are worth
-    3: ["scatter", "spectrum", "tokens", "hooks", "sources", "models", "texts", "layout"],
-    2: ["result", "linalg"],  # values
+    18: ["__main__"],
+    17: ["__init__", "cli"],  # doors
+    16: ["pipeline"],  # jobs
+    15: ["report"],  # products
+    14: ["estimator", "export", "plots", "table"],
+    13: ["subspace"],  # compare
+    12: ["solvers"],  # choice
+    11: ["solvers.choice"],
+    10: ["solvers.krylov"],  # methods
+    9: ["solvers.full", "solvers.covariance", "solvers.tsqr", "solvers.randomized", "solvers.batched"],
+    8: ["lanczos", "chebyshev"],  # iterations
+    7: ["operators", "prover"],
+    6: [
+        "operators.rows",
+        "operators.sparse",
+        "operators.disk",
+        "complement",
+    ],  # what is multiplied, and proofs
+    5: ["operators.dense", "operators.columns", "ritz"],
+    4: ["moments", "rfactor", "bounds"],  # facts, and what they are worth
+    3: [
+        "operators.base",
+        "jacobi",
+        "scatter",
+        "intake",
+        "spectrum",
+        "tokens",
+        "hooks",
+        "sources",
+        "models",
+        "texts",
+        "layout",
+    ],
+    2: ["result", "linalg", "eigen", "svd", "basis"],  # values, and small algebra
     1: ["precision"],
     0: ["_checks", "_files", "_labels"],  # ground
 }

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import pca_torch as pt
 from pca_torch import _checks as checks
 
 CPU = torch.device("cpu")
@@ -61,11 +62,15 @@ def test_nested_numbers_are_an_array():
         (None, "`x` must be a numeric array or tensor of at most 64 bits, got NoneType of object."),
         ({"a": 1}, "got dict of object."),
         (np.zeros(2, "datetime64[s]"), "got ndarray of datetime64[s]."),
-        (np.zeros(2, complex), "got ndarray of complex128."),
+        (
+            np.zeros(2, complex),
+            "must be real, got complex128; pass `np.concatenate([np.real(x), np.imag(x)], -1)`.",
+        ),
+        ([[1 + 2j, 3]], "`x` must be real, got complex128; pass `np.concatenate"),
         (np.zeros(2, np.longdouble), f"got ndarray of {np.dtype(np.longdouble)}."),
         (torch.zeros(2, dtype=torch.complex64), "pass `torch.view_as_real(x).flatten(-2)`."),
     ],
-    ids=["text", "none", "mapping", "dates", "complex_array", "wide", "complex_tensor"],
+    ids=["text", "none", "mapping", "dates", "complex_array", "complex_list", "wide", "complex_tensor"],
 )
 def test_what_is_not_real_is_refused(x, message):
     if getattr(x, "dtype", None) == np.longdouble and np.dtype(np.longdouble).itemsize == 8:
@@ -77,6 +82,136 @@ def test_what_is_not_real_is_refused(x, message):
 def test_the_remedy_for_complex_data_is_taken():
     x = torch.tensor([[1 + 2j, 3 - 1j]])
     assert checks.as_tensor(torch.view_as_real(x).flatten(-2)).tolist() == [[1, 2, 3, -1]]
+    for form in (x.numpy(), x.tolist()):
+        real = np.concatenate([np.real(form), np.imag(form)], -1)
+        assert checks.as_tensor(real).tolist() == [[1, 3, 2, -1]]
+
+
+# ---------------------------------------------------------------- integers
+TOP = 2**53
+ROUNDED = "`x` holds integers beyond 2^53, which float64 cannot hold exactly; subtract an offset as integers"
+
+
+@pytest.mark.parametrize("value", [TOP, TOP - 1, -TOP, 0])
+def test_every_integer_that_float64_holds_passes_unchanged(value):
+    want = [[value, 1]]
+    kinds = ["int64", "uint64"] if value >= 0 else ["int64"]
+    forms = [want, *(np.array(want, kind) for kind in kinds)]
+    forms += [torch.tensor(want, dtype=getattr(torch, kind)) for kind in kinds]
+    for x in forms:
+        assert checks.as_tensor(x).tolist() == want
+        assert [int(v) for v in checks.as_tensor(x).double()[0]] == want[0]
+
+
+@pytest.mark.parametrize("value", [TOP + 1, -TOP - 1, 2**63 - 1, -(2**63), 2**63, 2**64 - 1])
+def test_integers_that_float64_would_round_are_refused(value):
+    kind = "uint64" if value >= 2**63 else "int64"
+    forms = {
+        "list": [[1, value]],
+        "array": np.array([[1, value]], kind),
+        "tensor": torch.tensor([[1, value]], dtype=getattr(torch, kind)),
+        "swapped": np.array([[1, value]], kind).astype(np.dtype(kind).newbyteorder(">")),
+        "strided": torch.tensor([[1, 2], [value, 3]], dtype=getattr(torch, kind)).mT,
+        "single": torch.tensor(value, dtype=getattr(torch, kind)),
+    }
+    for form in forms.values():
+        with pytest.raises(TypeError, match=literally(ROUNDED)):
+            checks.as_tensor(form)
+
+
+@pytest.mark.parametrize("x", [[[TOP + 1, 0.5]], [[2**63, -1]], ([1.0], [np.int64(TOP + 1)])])
+def test_integers_that_numpy_would_round_among_floats_are_refused(x):
+    assert np.asarray(x).dtype == np.float64  # control: numpy says nothing
+    with pytest.raises(TypeError, match=literally(ROUNDED)):
+        checks.as_tensor(x)
+
+
+def test_floats_of_any_size_and_integers_beside_them_pass():
+    for x in ([[1e300, 3]], [[2.0**60, 0.5]], [[float(TOP), TOP]], [[float("inf"), float("nan")]]):
+        assert checks.as_tensor(x).dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+def test_no_integers_pass(dtype):
+    assert checks.as_tensor(torch.zeros(0, 3, dtype=dtype)).shape == (0, 3)
+
+
+def test_other_parameters_are_named():
+    with pytest.raises(TypeError, match="`weights` holds integers beyond"):
+        checks.as_weights([TOP + 1], (1,), CPU)
+    with pytest.raises(TypeError, match="`mask` holds integers beyond"):
+        checks.as_mask([TOP + 1], (1,), CPU)
+    with pytest.raises(TypeError, match="`spectrum` holds integers beyond"):
+        pt.spectrum.rank([TOP + 1, 1], 0.5)
+
+
+KINDS = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+
+
+def whole(kind):
+    """(40, 3) integers up to the largest of their dtype, or to 2⁵³, and the same as float64."""
+    most = 1 if kind == "bool" else min(np.iinfo(kind).max, TOP)
+    array = np.random.default_rng(0).integers(0, most, (40, 3), np.int64, endpoint=True)
+    return array.astype(kind), array.astype(np.float64)
+
+
+@pytest.mark.parametrize("form", ["array", "tensor", "file"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_door_takes_every_integer_exactly(kind, form, tmp_path):
+    array, same = whole(kind)
+    rows = torch.from_numpy(array) if form == "tensor" else array
+    if form == "file":
+        np.save(tmp_path / "x.npy", array)
+        source = pt.NpySource(tmp_path / "x.npy", block_rows=7)
+        rows = torch.cat([block.clone() for block in source])
+        assert torch.equal(pt.decompose(source).spectrum, pt.decompose(pt.Moments(3).update(same)).spectrum)
+    mask = (np.arange(40) % 3 > 0).astype(kind)
+    have, want = pt.Moments(3).update(rows, mask=mask), pt.Moments(3).update(same, mask=mask)
+    assert torch.equal(have.covariance(), want.covariance())
+    have, want = pt.Moments(3).update(rows, weights=mask), pt.Moments(3).update(same, weights=mask)
+    assert torch.equal(have.covariance(), want.covariance())
+    assert torch.equal(pt.subspace.captured(rows, np.eye(3)), pt.subspace.captured(same, np.eye(3)))
+    pca = pt.PCA(2, svd_solver="full").fit(rows)
+    result = pt.PCA(2, svd_solver="full").fit(same).result_
+    assert torch.equal(pca.components_, result.components)
+    assert torch.equal(pca.transform(rows), result.transform(same))
+    assert torch.equal(pca.inverse_transform(rows[:, :2]), result.inverse_transform(same[:, :2]))
+    assert pca.result_.reconstruction_error(rows) == result.reconstruction_error(same)
+
+
+FITTED = pt.PCA(2).fit(np.random.default_rng(0).standard_normal((9, 3)))
+DOORS = {
+    "fit": lambda x: pt.PCA().fit(x),
+    "partial_fit": lambda x: pt.PCA().partial_fit(x),
+    "decompose": pt.decompose,
+    "Moments": lambda x: pt.Moments(3).update(x),
+    "captured": lambda x: pt.subspace.captured(x, [1, 0, 0]),
+    "basis": lambda x: pt.subspace.captured(np.eye(3), x),
+    "transform": FITTED.transform,
+    "inverse_transform": lambda x: FITTED.inverse_transform(x[:2] if len(x) > 2 else x),
+    "reconstruction_error": FITTED.result_.reconstruction_error,
+    "mask": lambda x: pt.Moments(3).update(np.eye(3), mask=x),
+    "weights": lambda x: pt.Moments(3).update(np.eye(3), weights=x),
+    "spectrum": lambda x: pt.spectrum.rank(x, 0.9),
+}
+
+
+@pytest.mark.parametrize("form", [list, np.array, torch.tensor])
+@pytest.mark.parametrize("door", DOORS)
+def test_every_door_refuses_complex_numbers_and_rounded_integers(door, form):
+    with pytest.raises(TypeError, match=r"must be real, got (torch\.)?complex\d+; pass"):
+        DOORS[door](form([[1j, 2, 3]] * 3))
+    with pytest.raises(TypeError, match="holds integers beyond 2\\^53, which float64 cannot hold exactly"):
+        DOORS[door](form([[TOP + 1, 2, 3]] * 3))
+
+
+def test_files_of_complex_numbers_or_rounded_integers_are_refused(tmp_path):
+    np.save(tmp_path / "complex.npy", np.ones((4, 2), np.complex64))
+    with pytest.raises(ValueError, match="must hold real numbers of at most 64 bits, got complex64"):
+        pt.NpySource(tmp_path / "complex.npy")
+    np.save(tmp_path / "long.npy", np.array([[1, TOP + 1], [0, 1]]))
+    with pytest.raises(TypeError, match=literally(ROUNDED)):
+        pt.decompose(pt.NpySource(tmp_path / "long.npy"))
 
 
 # ---------------------------------------------------------------- as_rows

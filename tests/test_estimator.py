@@ -100,9 +100,10 @@ def test_default_arguments_are_those_of_the_design():
     assert (pca.tol, pca.precision, pca.nonfinite) == (None, "auto", "raise")
 
 
-@pytest.mark.parametrize("name", ["tsqr", "krylov", "randomized", "FULL", None])
+@pytest.mark.parametrize("name", ["arpack", "gesvda", "FULL", None])
 def test_unknown_solvers_name_those_that_exist(name):
-    message = "`svd_solver` must be one of 'auto', 'full', 'covariance_eigh', got "
+    known = "'auto', 'full', 'covariance_eigh', 'tsqr', 'randomized', 'krylov'"
+    message = f"`svd_solver` must be one of {known}, got "
     with pytest.raises(ValueError, match=message + repr(name)):
         pt.PCA(svd_solver=name)
     with pytest.raises(ValueError, match=message + repr(name)):

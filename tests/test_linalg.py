@@ -59,7 +59,14 @@ def test_a_clearly_larger_entry_decides():
     assert torch.equal(fix_signs(v), v)
 
 
-@pytest.mark.parametrize("shape", [(0, 4), (2, 1)])
+def test_the_signs_of_a_batch_are_those_of_each_matrix():
+    v = torch.randn(3, 2, 5, 4, generator=torch.Generator().manual_seed(0))
+    alone = torch.stack([fix_signs(rows) for rows in v.reshape(6, 5, 4)]).reshape(v.shape)
+    assert torch.equal(fix_signs(v), alone)
+    assert not torch.equal(alone, v)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 1), (0, 3, 4), (2, 0, 4), (2, 3, 1)])
 def test_signs_of_no_rows_or_one_column(shape):
     assert torch.equal(fix_signs(-torch.ones(shape)), torch.ones(shape))
 

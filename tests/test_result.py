@@ -123,6 +123,40 @@ def test_integers_give_scores_in_the_dtype_of_the_components(x):
     np.testing.assert_allclose(z, scores_of(x), rtol=0, atol=bound(np.asarray(x, float), torch.float64))
 
 
+TURN = torch.tensor([[0.6, 0.8, 0.0], [0.8, -0.6, 0.0]])  # float32
+KINDS = [torch.int32, torch.uint32, torch.int64, torch.uint64]
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_scores_of_integers_beyond_float32_keep_their_last_digit(dtype):
+    found = make(components=TURN, mean=torch.tensor([0.0, 6 * 2**24, 0.0], dtype=torch.float64))
+    x = torch.tensor([[4 * 2**24 + 3, 3 * 2**24 + 1, 0]])  # the first score nearly cancels
+    z = found.transform(x.to(dtype))
+    want = (x.double() - found.mean).numpy() @ TURN.double().numpy().T
+    size = float((x - found.mean).abs().max())
+    allowed = torch.finfo(torch.float32).eps * np.abs(want) + 5 * U * 3 * size  # stored, and the product
+    assert bool((np.abs(z.double().numpy() - want) <= allowed).all())
+    narrow = ((x - found.mean).float() @ TURN.mT).double().numpy()  # control: float32 on the way
+    assert not bool((np.abs(narrow - want) <= allowed).all())
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+@pytest.mark.parametrize("dtype", KINDS)
+def test_integer_scores_beyond_float32_keep_their_last_digit(dtype, whiten):
+    mean = torch.tensor([-(2.0**24) * (3 if whiten else 1), 0, 0], dtype=torch.float64)
+    found = make(components=torch.eye(3)[:2], mean=mean, whiten=whiten)
+    z = torch.tensor([[2**24 + 1, 2]])
+    assert found.inverse_transform(z.to(dtype)).tolist() == [[3, 4, 0] if whiten else [1, 2, 0]]
+    assert found.inverse_transform(z.float())[0, 0] == 0  # control: 2²⁴ + 1 has no float32
+
+
+@pytest.mark.parametrize("dtype", [*KINDS, torch.uint16])
+def test_the_reconstruction_error_of_integers_is_exact(dtype):
+    found = make(components=torch.eye(3)[:2], mean=torch.zeros(3, dtype=torch.float64))
+    x = torch.tensor([[1, 2, 60001]])
+    assert found.reconstruction_error(x.to(dtype)) == 60001**2  # above 2²⁴, below 2⁵³
+
+
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 5, 3), (0, 3), (2, 0, 3)])
 def test_leading_dimensions_stay(shape):
     z = make().transform(torch.ones(shape))

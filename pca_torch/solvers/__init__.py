@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -19,49 +19,49 @@ from pca_torch._checks import (
     select_rows,
 )
 from pca_torch.moments import Moments
+from pca_torch.operators import OnDisk, Rows, Sparse, from_moments, is_sparse
 from pca_torch.precision import Precision
 from pca_torch.result import PCAResult
-from pca_torch.solvers import covariance, full
+from pca_torch.rfactor import RFactor
+from pca_torch.solvers import covariance, full, krylov, randomized, tsqr
+from pca_torch.solvers.batched import BatchedResult, decompose_batch
+from pca_torch.solvers.choice import choose_solver, square_fits
 from pca_torch.sources import NpySource
 
-__all__ = ["SOLVERS", "choose_solver", "decompose"]
+__all__ = ["SOLVERS", "STREAMING", "BatchedResult", "choose_solver", "decompose", "decompose_batch"]
 
-SOLVERS = {"full": full.solve, "covariance_eigh": covariance.solve}
-SMALL = 3e8  # N·D·min(N, D) up to which the SVD of the samples takes a fraction of a second
+SOLVERS: dict[str, Callable[..., PCAResult]] = {
+    "full": full.solve,
+    "covariance_eigh": covariance.solve,
+    "tsqr": tsqr.solve,
+    "randomized": randomized.solve,
+    "krylov": krylov.solve,
+}
+STREAMING = ("auto", "covariance_eigh", "krylov", "tsqr")  # those that a statistic is enough for
 
 
-def choose_solver(
-    n: int,
-    d: int,
-    k: float | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> str:
-    """The solver that `svd_solver="auto"` takes for samples in memory, without computing anything.
+@dataclass(frozen=True)
+class _Task:
+    """What is asked for, whatever the data are."""
 
-    | N, D                          | choice            | why                                          |
-    |-------------------------------|-------------------|----------------------------------------------|
-    | N ≤ D                         | `full`            | D×D is never formed                          |
-    | N·D·min(N, D) ≤ 3e8           | `full`            | takes a moment and keeps every variance      |
-    | otherwise                     | `covariance_eigh` | one pass, then D³; a statistic or a source   |
-    |                               |                   | on disk always goes this way                 |
+    n_components: int | float | None
+    solver: str
+    precision: Precision
+    nonfinite: Literal["raise", "drop"]
+    matrix: dict[str, Any]  # center, standardize, ddof: what is decomposed
+    whiten: bool
+    iteration: dict[str, Any]  # tol, random_state
+    sketch: dict[str, Any]  # n_oversamples, n_iter, random_state
 
-    For float64 data `decompose` turns to `full` by itself when components below the floor of
-    `covariance_eigh` were asked for.
-
-    Args:
-        n: samples.
-        d: features.
-        k: components, a share, or None; every solver of today computes all of them.
-        dtype: of the data.
-        device: of the data.
-    """
-    del k, dtype, device
-    return "full" if n <= d or n * d * min(n, d) <= SMALL else "covariance_eigh"
+    def choose(self, n: int, d: int, dtype: torch.dtype, device: torch.device, **data: bool) -> str:
+        """The solver to run."""
+        if self.solver != "auto":
+            return self.solver
+        return choose_solver(n, d, self.n_components, dtype, device, **data)
 
 
 def decompose(
-    data: Tensor | Moments | NpySource | Sequence[NpySource] | Any,
+    data: Tensor | Moments | RFactor | NpySource | Sequence[NpySource] | Any,
     n_components: float | None = None,
     svd_solver: str = "auto",
     *,
@@ -71,13 +71,18 @@ def decompose(
     standardize: bool = False,
     whiten: bool = False,
     ddof: float = 1,
+    tol: float | None = None,
+    n_oversamples: int = 10,
+    n_iter: int = 4,
     precision: Precision = "auto",
+    random_state: int | torch.Generator | None = None,
     nonfinite: Literal["raise", "drop"] = "raise",
 ) -> PCAResult:
-    """Principal directions of data in memory, on disk, or of a statistic.
+    """Principal directions of data in memory, sparse or on disk, or of a statistic.
 
     Args:
-        data: samples (..., D), a `Moments`, or one or several `NpySource`.
+        data: samples (..., D); a sparse matrix (N, D) of torch or SciPy; a `Moments` or `RFactor`; one or
+            several `NpySource`.
         n_components: K, a share of the variance in (0, 1], or None for min(N, D).
         svd_solver: "auto" or one of `SOLVERS`.
         mask: 0/1 with the leading shape of the samples.
@@ -86,89 +91,245 @@ def decompose(
         standardize: divide each column by its standard deviation.
         whiten: scores of `transform` have unit variance; null directions are dropped.
         ddof: delta degrees of freedom.
+        tol: share of the total variance that `krylov` may miss; None is 1e-6.
+        n_oversamples: columns of the sketch of `randomized` beyond K.
+        n_iter: its power iterations.
         precision: arithmetic of the products.
+        random_state: seed or generator of `randomized` and `krylov`; None is a fixed seed.
         nonfinite: "raise" or "drop" samples with NaN or inf.
 
     Raises:
         ValueError: bad data or arguments, each with what is allowed.
+        TypeError: data that are no real numbers, or integers that float64 cannot hold.
     """
     check_choice(svd_solver, "svd_solver", ("auto", *SOLVERS))
     check_choice(nonfinite, "nonfinite", ("raise", "drop"))
     check_ddof(ddof)
-    n_components = as_components(n_components)
-    options = {"center": center, "standardize": standardize, "whiten": whiten, "ddof": ddof}
-    if isinstance(data, NpySource):
-        data = [data]
-    if isinstance(data, (list, tuple)) and data and all(isinstance(source, NpySource) for source in data):
-        data = _summed(data, precision, nonfinite)
-    if isinstance(data, Moments) and (mask is not None or weights is not None):
-        raise ValueError("`mask` and `weights` are for samples in memory; give them to `Moments.update`.")
-    if isinstance(data, Moments):
-        return _of_statistic(data, n_components, svd_solver, options)
-    rows, shape = as_rows(data)
+    task = _Task(
+        as_components(n_components),
+        svd_solver,
+        precision,
+        nonfinite,
+        {"center": center, "standardize": standardize, "ddof": ddof},
+        whiten,
+        {"tol": tol, "random_state": random_state},
+        {"n_oversamples": n_oversamples, "n_iter": n_iter, "random_state": random_state},
+    )
     with torch.no_grad():
+        if isinstance(data, NpySource):
+            data = [data]
+        if isinstance(data, (list, tuple)) and data and all(isinstance(part, NpySource) for part in data):
+            _refuse_rows(mask, weights, "a file")
+            return _of_sources(data, task)
+        if isinstance(data, (Moments, RFactor)):
+            _refuse_rows(mask, weights, f"a `{type(data).__name__}`")
+            return _of_statistic(data, task)
+        if is_sparse(data):
+            return _of_sparse(data, mask, weights, task)
+        rows, shape = as_rows(data)
         where = as_mask(mask, shape, rows.device), as_weights(weights, shape, rows.device)
         rows, w, _ = select_rows(rows.detach(), *where, nonfinite)
-        return _of_samples(rows, w, n_components, svd_solver, precision, options)
+        return _of_samples(rows, w, task)
 
 
-def _summed(
-    sources: Sequence[NpySource], precision: Precision, nonfinite: Literal["raise", "drop"]
-) -> Moments:
-    """One pass over arrays on disk.
+def _refuse_rows(mask: Any, weights: Any, what: str) -> None:
+    """A choice of rows belongs where rows are.
 
     Raises:
-        ValueError: a file has NaN or inf, or another D.
+        ValueError: a mask or weights came with data whose rows are not at hand.
     """
-    moments = Moments(sources[0].n_features, precision=precision, nonfinite=nonfinite)
-    for source in sources:
-        for block in source:
-            try:
-                moments.update(block)
-            except ValueError as error:
-                raise ValueError(f"{source.path}: {error}") from error
-    return moments
+    if mask is not None or weights is not None:
+        raise ValueError(
+            f"`mask` and `weights` are for samples in memory, got {what}; give them to `Moments.update`."
+        )
 
 
-def _of_statistic(moments: Moments, n_components: Any, svd_solver: str, options: dict[str, Any]) -> PCAResult:
+def _of_samples(rows: Tensor, w: Tensor | None, task: _Task) -> PCAResult:
+    """Solve samples in memory; "auto" looks again where its first route did not reach."""
+    n, d = rows.shape
+    chosen = task.choose(n, d, rows.dtype, rows.device)
+    result = _by(chosen, rows, w, task)
+    if task.solver != "auto" or chosen in {"full", "tsqr"}:
+        return _hinted(result, task)
+    better = {"svd_solver": "full"} if n <= d else {"svd_solver": "tsqr"}
+    for route in ({"precision": "float64"}, better):
+        if not _below_the_floor(result, task, **route):
+            continue
+        again = replace(task, solver=route.get("svd_solver", chosen), precision="float64")
+        result = _noted(_by(again.solver, rows, w, again), result)
+    return _hinted(result, task)
+
+
+def _by(solver: str, rows: Tensor, w: Tensor | None, task: _Task) -> PCAResult:
+    """Samples in memory by one solver.
+
+    Raises:
+        ValueError: bad data.
+    """
+    (n, d), k = rows.shape, task.n_components
+    small_side = min(n, d)
+    note = None
+    if solver == "krylov" and not krylov.pays(k, small_side):
+        note = f"krylov: {k} of {small_side} directions do not pay for an iteration"
+        solver = "full" if n <= d else "covariance_eigh"
+    if solver == "full":
+        result = full.solve(rows, k, weights=w, precision=task.precision, whiten=task.whiten, **task.matrix)
+    elif solver == "tsqr":
+        result = _of_statistic(RFactor(d, precision=task.precision).update(rows, weights=w), task, "tsqr")
+    elif solver == "randomized":
+        op = Rows(rows, w, **task.matrix)
+        result = randomized.solve(op, k, whiten=task.whiten, **task.sketch)
+    elif solver == "krylov" and (n < d or not square_fits(d)):
+        op = Rows(rows, w, **task.matrix)
+        result = krylov.solve(op, k, whiten=task.whiten, **task.iteration)
+    else:
+        result = _of_statistic(Moments(d, precision=task.precision).update(rows, weights=w), task, solver)
+    return result if note is None else _with_notes(result, (note,))
+
+
+def _of_statistic(statistic: Moments | RFactor, task: _Task, solver: str | None = None) -> PCAResult:
     """Solve a statistic, whose samples are gone.
 
     Raises:
-        ValueError: the solver needs the samples.
+        ValueError: the solver needs the samples, or another statistic.
     """
-    if svd_solver not in {"auto", "covariance_eigh"}:
+    if solver is None:
+        solver = task.solver
+        if solver == "auto" and isinstance(statistic, RFactor):
+            solver = "tsqr"
+        if solver == "auto":
+            dtype = statistic.input_dtype or torch.float64
+            n, d, where = statistic.n_samples, statistic.n_features, statistic.mean.device
+            solver = task.choose(n, d, dtype, where, again=False)
+        return _hinted(_of_statistic(statistic, task, solver), task)
+    if isinstance(statistic, RFactor) and solver == "tsqr":
+        return tsqr.solve(statistic, task.n_components, whiten=task.whiten, **task.matrix)
+    if isinstance(statistic, Moments) and solver == "covariance_eigh":
+        return covariance.solve(statistic, task.n_components, whiten=task.whiten, **task.matrix)
+    if isinstance(statistic, Moments) and solver == "krylov":
+        op = from_moments(statistic, **task.matrix)
+        return krylov.solve(op, task.n_components, whiten=task.whiten, **task.iteration)
+    allowed = "'tsqr'" if isinstance(statistic, RFactor) else "'covariance_eigh' or 'krylov'"
+    raise ValueError(
+        f"`svd_solver` = {solver!r} needs the samples, or another statistic than "
+        f"`{type(statistic).__name__}`; use {allowed}, or 'auto'."
+    )
+
+
+def _of_sources(sources: Sequence[NpySource], task: _Task) -> PCAResult:
+    """Solve arrays on disk: one pass into a statistic, or a few passes where D×D is too large.
+
+    Raises:
+        ValueError: a solver that needs the samples in memory, or bad data.
+    """
+    if task.solver in {"full", "randomized"}:
         raise ValueError(
-            f"`svd_solver` = {svd_solver!r} needs the samples, a statistic keeps their scatter; "
-            "use 'covariance_eigh' or 'auto'."
+            f"`svd_solver` = {task.solver!r} needs the samples in memory; use 'covariance_eigh', 'krylov' or "
+            "'tsqr' for files, or load them."
         )
-    return covariance.solve(moments, n_components, **options)
+    d, n = sources[0].n_features, sum(source.n_rows for source in sources)
+    few = krylov.pays(task.n_components, min(n, d))
+    if task.solver in {"auto", "krylov"} and few and not square_fits(d):
+        op = OnDisk(sources, nonfinite=task.nonfinite, **task.matrix)
+        return krylov.solve(op, task.n_components, whiten=task.whiten, **task.iteration)
+    solver = task.solver if task.solver != "auto" else "krylov" if few else "covariance_eigh"
+    kind = RFactor if solver == "tsqr" else Moments
+    result = _of_statistic(_summed(sources, kind, task), task, solver)
+    if task.solver != "auto":
+        return _hinted(result, task)
+    if _below_the_floor(result, task, precision="float64"):
+        better = replace(task, precision="float64")
+        result = _noted(_of_statistic(_summed(sources, Moments, better), better, solver), result)
+    if _below_the_floor(result, task, svd_solver="tsqr"):
+        better = replace(task, precision="float64")
+        result = _noted(_of_statistic(_summed(sources, RFactor, better), better, "tsqr"), result)
+    return _hinted(result, task)
 
 
-def _of_samples(
-    rows: Tensor,
-    w: Tensor | None,
-    n_components: Any,
-    svd_solver: str,
-    precision: Precision,
-    options: dict[str, Any],
-) -> PCAResult:
-    """Solve samples in memory; "auto" looks again where the covariance did not reach."""
-    n, d = rows.shape
-    chosen = (
-        choose_solver(n, d, n_components, rows.dtype, rows.device) if svd_solver == "auto" else svd_solver
+def _summed(sources: Sequence[NpySource], kind: type[Moments | RFactor], task: _Task) -> Moments | RFactor:
+    """One pass over arrays on disk.
+
+    Raises:
+        ValueError: a file has NaN or inf, integers that float64 cannot hold, or another D.
+    """
+    statistic = kind(sources[0].n_features, precision=task.precision, nonfinite=task.nonfinite)
+    for source in sources:
+        for block in source:
+            try:
+                statistic.update(block)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{source.path}: {error}") from error
+    return statistic
+
+
+def _of_sparse(x: Any, mask: Any, weights: Any, task: _Task) -> PCAResult:
+    """Solve sparse samples, which stay sparse.
+
+    Raises:
+        ValueError: a solver that would make them dense, or bad data.
+    """
+    if task.solver not in {"auto", "krylov", "randomized"}:
+        raise ValueError(
+            f"`svd_solver` = {task.solver!r} would make sparse samples dense; use 'krylov' or "
+            "'randomized', or pass `x.to_dense()`."
+        )
+    shape, device = (x.shape[0],), x.device if isinstance(x, Tensor) else torch.device("cpu")
+    keep, w = as_mask(mask, shape, device), as_weights(weights, shape, device)
+    if keep is not None:
+        w = keep.double() if w is None else w * keep
+    op = Sparse(x, w, **task.matrix)
+    if task.solver == "randomized":
+        return randomized.solve(op, task.n_components, whiten=task.whiten, **task.sketch)
+    return krylov.solve(op, task.n_components, whiten=task.whiten, **task.iteration)
+
+
+def _asked(result: PCAResult, task: _Task) -> int:
+    """How many components were asked for; whitening may have cut them."""
+    if isinstance(task.n_components, int):
+        return task.n_components
+    most = min(result.n_samples, result.n_features)
+    return most if task.n_components is None else result.n_components
+
+
+def _below_the_floor(
+    result: PCAResult, task: _Task, *, precision: str | None = None, svd_solver: str | None = None
+) -> bool:
+    """Whether components below the floor were asked for that another route would lift above its own."""
+    certificate = result.certificate
+    if _asked(result, task) <= certificate.trusted or result.total_variance == 0:
+        return False
+    if precision is not None:  # float32 products, unless they were asked for
+        return certificate.precision.startswith("float32") and task.precision == "auto"
+    return svd_solver is not None and result.components.dtype == torch.float64
+
+
+def _noted(better: PCAResult, before: PCAResult) -> PCAResult:
+    """The better result, with what was tried before it."""
+    tried = before.certificate
+    note = (
+        f"{tried.solver}: components below its floor {tried.rounding_floor:.3g} were asked for, "
+        f"{tried.trusted} stand above it"
     )
-    if chosen == "full":
-        return full.solve(rows, n_components, weights=w, precision=precision, **options)
-    moments = Moments(d, precision=precision).update(rows, weights=w)
-    result = covariance.solve(moments, n_components, **options)
-    trusted = result.certificate.trusted
-    asked = min(n, d) if n_components is None else n_components
-    asked = result.n_components if isinstance(asked, float) else asked  # whitening may have cut it
-    if svd_solver != "auto" or rows.dtype != torch.float64 or asked <= trusted:
+    return _with_notes(better, (*tried.fallbacks, note))
+
+
+def _hinted(result: PCAResult, task: _Task) -> PCAResult:
+    """The result, with the option that would lower a floor that bites, where there is one."""
+    certificate = result.certificate
+    if _asked(result, task) <= certificate.trusted or result.total_variance == 0:
         return result
-    again = full.solve(rows, n_components, weights=w, precision=precision, **options)
-    tried = (
-        f"covariance_eigh: {asked} components asked for, "
-        f"{trusted} stand above its floor {result.certificate.rounding_floor:.3g}"
+    option = None
+    if certificate.precision.startswith("float32"):
+        option = "precision='float64'"
+    elif certificate.solver in {"covariance_eigh", "krylov"} and result.components.dtype == torch.float64:
+        option = "svd_solver='tsqr'"
+    if option is None:
+        return result
+    return _with_notes(
+        result, (f"{certificate.solver}: {certificate.trusted} components are trusted; rerun with {option}",)
     )
-    return replace(again, certificate=replace(again.certificate, fallbacks=(tried,)))
+
+
+def _with_notes(result: PCAResult, notes: tuple[str, ...]) -> PCAResult:
+    fallbacks = (*notes, *result.certificate.fallbacks)
+    return replace(result, certificate=replace(result.certificate, fallbacks=fallbacks))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pca_torch._checks import require_square
-from pca_torch.bounds import Solved, assemble, check_total, constant_columns, standard_deviations
+from pca_torch.bounds import Solved, assemble, check_count, kept
+from pca_torch.eigen import eigenpairs
 from pca_torch.moments import Moments
+from pca_torch.operators import Dense, from_moments
 from pca_torch.precision import component_dtype, exact_products, unit_roundoff
 from pca_torch.result import PCAResult
 
-__all__ = ["solve"]
+__all__ = ["solve", "whole"]
 
 U64 = unit_roundoff(torch.float64)
 
@@ -25,7 +26,7 @@ def solve(
     whiten: bool = False,
     ddof: float = 1,
 ) -> PCAResult:
-    """Principal directions from the scatter of a statistic.
+    """Principal directions from the scatter of a statistic, with every variance.
 
     Args:
         moments: the statistic; it may go on afterwards, nothing is shared.
@@ -38,67 +39,55 @@ def solve(
     Raises:
         ValueError: too few rows for `ddof`, or `n_components` out of range.
 
-    Accuracy: every variance is off by at most ‖E‖ + D·u·λ₁, so those below √u·σ₁ are lost where
+    Accuracy: every variance is off by at most ‖E‖ + 8u√D·λ₁, so those below √u·σ₁ are lost where
     an SVD of the samples keeps them: κ(XᵀX) = κ(X)².
     """
-    divisor = moments.divisor(ddof)
-    require_square(moments.n_features, 4, moments.mean.device, "use `svd_solver='full'` on the data itself")
     with exact_products(moments.mean.device):
-        mean, covariance = _problem(moments, divisor, ddof, center)
-        second_moment = moments.covariance(0).diagonal() + moments.mean.square()
-        constant = bool(constant_columns(covariance.diagonal(), mean).all())
-        scale = None
-        if standardize:
-            scale = standard_deviations(covariance.diagonal(), mean)
-            covariance = covariance / torch.outer(scale, scale)
-            second_moment = second_moment / scale.square()
-        check_total(covariance.trace())
-        variance, vectors = torch.linalg.eigh(covariance)
-        most = min(moments.n_samples, moments.n_features)
-        variance = variance.flip(0)[:most]
-        off = _error(moments, divisor, center, scale) + (moments.n_features + 8) * U64 * variance[0].item()
-        products = str(moments.product_dtype).removeprefix("torch.")
-        solved = Solved(
-            mean=mean,
-            scale=scale,
-            spectrum=variance,
-            directions=vectors.mT.flip(0)[:most],
-            total_variance=covariance.trace(),
-            second_moment=second_moment,
-            error=torch.full_like(variance, off),
-            floor=off,
-            values=variance,
-            perturbation=off,
-            apply=lambda v: v @ covariance,
-            n_samples=moments.n_samples,
-            divisor=divisor,
-            dtype=moments.input_dtype or torch.float64,
-            constant=constant,
-            solver="covariance_eigh",
-            precision=f"{products} products, float64 sums and eigh",
-            deterministic=moments.product_dtype == torch.float64,
-        )
-        return assemble(
-            solved, n_components, dtype=component_dtype(solved.dtype), centred=center, whiten=whiten
-        )
+        op = from_moments(moments, center=center, standardize=standardize, ddof=ddof)
+        check_count(n_components, op.problem.n_samples, len(op.problem.mean))
+        solved = whole(op, n_components)
+        dtype = component_dtype(solved.dtype)
+        return assemble(solved, n_components, dtype=dtype, centred=center, whiten=whiten)
 
 
-def _problem(moments: Moments, divisor: float, ddof: float, center: bool) -> tuple[Tensor, Tensor]:
-    """Mean that is subtracted, and the matrix to decompose."""
-    mean, covariance = moments.mean, moments.covariance(ddof)
-    if center:
-        return mean, covariance
-    outer = torch.outer(mean, mean) * (moments.sum_weights / divisor)  # a sum: nothing cancels
-    return torch.zeros_like(mean), covariance + outer
+def whole(op: Dense, n_components: float | None = None, fallbacks: tuple[str, ...] = ()) -> Solved:
+    """All variances of a covariance that was formed, and as many directions as are asked for.
 
-
-def _error(moments: Moments, divisor: float, center: bool, scale: Tensor | None) -> float:
-    """Bound on ‖computed - true‖₂ of the matrix to decompose.
-
-    Twice that of the scaled sums when standardised: the scale itself is off by their relative error.
+    Args:
+        op: the covariance.
+        n_components: K, a share in (0, 1], or None.
+        fallbacks: what was tried before.
     """
-    error = moments.scatter_error(scale) / divisor
-    if not center:
-        mean = moments.mean if scale is None else moments.mean / scale
-        error += 8 * U64 * mean.square().sum().item() * moments.sum_weights / divisor
-    return error if scale is None else 2 * error
+    problem = op.problem
+    most = min(problem.n_samples, len(problem.mean))
+
+    def errors(values: Tensor) -> float:
+        return problem.error + (len(problem.mean) + 8) * U64 * values[0].item()
+
+    def wanted(values: Tensor) -> int:
+        off = torch.full_like(values[:most], errors(values))
+        return kept(n_components, values[:most], problem.total_variance, errors(values), off)
+
+    all_of_them = n_components is None or problem.constant
+    values, vectors = eigenpairs(op.matrix, None if all_of_them else wanted)
+    off = errors(values)
+    return Solved(
+        mean=problem.mean,
+        scale=problem.scale,
+        spectrum=values[:most],
+        directions=vectors[:most],
+        total_variance=problem.variance.sum(),
+        second_moment=problem.second_moment,
+        error=torch.full_like(values[:most], off),
+        floor=off,
+        perturbation=off,
+        apply=op.apply,
+        n_samples=problem.n_samples,
+        divisor=problem.divisor,
+        dtype=problem.dtype,
+        constant=problem.constant,
+        solver="covariance_eigh",
+        precision=f"{problem.products} products, float64 sums and eigh",
+        bound_kind="measured" if problem.measured else "deterministic",
+        fallbacks=fallbacks,
+    )

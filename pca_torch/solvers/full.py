@@ -10,6 +10,7 @@ from torch import Tensor
 from pca_torch.bounds import Solved, assemble, constant_columns, factor_errors, standard_deviations
 from pca_torch.precision import Precision, component_dtype, exact_products, product_dtype, unit_roundoff
 from pca_torch.result import PCAResult
+from pca_torch.svd import robust_svd
 
 __all__ = ["solve"]
 
@@ -39,6 +40,8 @@ def solve(
 
     Raises:
         ValueError: too few rows for `ddof`, or `n_components` out of range.
+        LinAlgError: every algorithm of `robust_svd` failed; failures before a success are in
+            `certificate.fallbacks`.
 
     Accuracy: backward stable, each singular value is off by a few u·σ₁; the constant grows as the root
         of the lengths that are summed over (Higham & Mary, SIAM J. Sci. Comput. 41(5), 2019).
@@ -54,8 +57,8 @@ def solve(
         if standardize:
             scale = standard_deviations(variance, mean)
             z, variance, second_moment = z / scale, variance / scale.square(), second_moment / scale.square()
-        s, vh = _factor(z.to(work))
-        spectrum = s.double().square() / divisor
+        s, vh, tried = _factor(z, work)
+        spectrum = s.square() / divisor
         relative = unit_roundoff(work) * (4 * math.sqrt(min(z.shape)) + math.sqrt(max(z.shape)))
         error, floor = factor_errors(spectrum, relative)
         solved = Solved(
@@ -67,7 +70,7 @@ def solve(
             second_moment=second_moment,
             error=error,
             floor=floor,
-            values=s.double(),
+            values=s,
             perturbation=relative * s[0].item(),
             apply=lambda v: (v @ z.mT @ z) / divisor,
             n_samples=len(x),
@@ -76,6 +79,7 @@ def solve(
             constant=constant,
             solver="full",
             precision=f"{str(work).removeprefix('torch.')} SVD of the samples",
+            fallbacks=tried,
         )
         return assemble(
             solved,
@@ -123,9 +127,17 @@ def _centred(x: Tensor, weights: Tensor | None, center: bool) -> tuple[Tensor, T
     return mean, z if weights is None else z * weights.sqrt()[:, None]
 
 
-def _factor(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Singular values (M,) and right vectors (M, D). Tall data go through QR: U is never formed."""
+def _factor(z: Tensor, work: torch.dtype) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+    """Singular values (M,) in float64, right vectors (M, D), and what failed on the way to them.
+
+    Tall data go through QR: U is never formed. For a narrower `work` the rows are brought to 1 by a
+    power of two, which rounds nothing: float64 values beyond 10³⁸ are infinite in float32, below 10⁻⁴⁵ zero.
+    """
+    unit = 1.0
+    if work != z.dtype:
+        unit = math.ldexp(1.0, math.frexp(z.abs().max().item())[1] - 1)
+        z = (z / unit).to(work)
     if len(z) > z.shape[1]:
         z = torch.linalg.qr(z, mode="r").R
-    _, s, vh = torch.linalg.svd(z, full_matrices=False)
-    return s, vh
+    s, vh, tried = robust_svd(z)
+    return s.double() * unit, vh, tuple(f"full: {failure}" for failure in tried)

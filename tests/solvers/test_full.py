@@ -67,6 +67,63 @@ def test_many_small_problems(precision, standardize):
         assert bool(((result.spectrum - want).abs() <= allowed).all()), seed
 
 
+SCALES = [1e-25, 1e25, 1e-38]
+FAR = [*SCALES, 1e-60, 1e100]  # beyond float32 in the data themselves
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(torch.float32, s) for s in SCALES] + [(torch.float64, s) for s in FAR]
+)
+@pytest.mark.parametrize("shape", [(60, 7), (7, 60)])
+def test_float32_takes_data_of_any_size(shape, dtype, scale):
+    x = samples(*shape, decay=0.8, offset=2.0) * scale
+    x = x.to(dtype)
+    result = full.solve(x, precision="float32")
+    _, want, _ = truth(x)
+    allowed = torch.tensor(result.certificate.variance_error, dtype=torch.float64) + own(want, shape)
+    assert bool(((result.spectrum - want).abs() <= allowed).all())
+    assert bool((result.components.isfinite()).all())
+    assert result.certificate.trusted == full.solve(x / scale, precision="float32").certificate.trusted > 3
+    if scale in FAR[3:]:  # control: the data alone leave float32
+        assert not bool(((x != 0) == (x.float() != 0)).all() & x.float().isfinite().all())
+
+
+@pytest.mark.parametrize("power", [-300, -100, 7, 300])
+def test_a_power_of_two_changes_no_digit_in_float32(power):
+    x = samples(60, 7, offset=2.0)
+    have, want = full.solve(x * 2.0**power, precision="float32"), full.solve(x, precision="float32")
+    assert torch.equal(have.spectrum, want.spectrum * 4.0**power)
+    assert torch.equal(have.components, want.components)
+
+
+def test_zero_data_in_float32():
+    with pytest.warns(UserWarning, match="total variance is zero"):
+        result = full.solve(torch.zeros(5, 3), precision="float32")
+    assert result.spectrum.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_a_driver_that_fails_is_recorded_and_the_next_one_answers(monkeypatch, precision):
+    pytest.importorskip("scipy")
+    x = samples(40, 6, offset=1.0)
+    want = full.solve(x, precision=precision)
+    assert want.certificate.fallbacks == ()
+    true_svd, calls = torch.linalg.svd, []
+
+    def fails_once(*args, **options):
+        calls.append(args)
+        if len(calls) == 1:
+            raise torch.linalg.LinAlgError("linalg.svd: failed to converge\nsecond line")
+        return true_svd(*args, **options)
+
+    monkeypatch.setattr(torch.linalg, "svd", fails_once)
+    result = full.solve(x, precision=precision)
+    assert result.certificate.fallbacks == ("full: gesdd: linalg.svd: failed to converge",)
+    assert result.components.dtype == want.components.dtype
+    both = torch.tensor(result.certificate.variance_error) + torch.tensor(want.certificate.variance_error)
+    assert bool(((result.spectrum - want.spectrum).abs() <= both).all())
+
+
 def test_small_singular_values_survive_in_float64():
     """κ = 10⁸: the squared matrix has nothing of them left, the samples have."""
     q = torch.linalg.qr(samples(100, 5) - samples(100, 5).mean(0)).Q

@@ -1,0 +1,200 @@
+"""Two callables timed in turn, and one line about it for the reader and one for the record."""
+
+import argparse
+import gc
+import json
+import os
+import platform
+import subprocess
+import textwrap
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of pairs of runs, and what the last pair answered."""
+
+    ours: tuple[float, ...]
+    theirs: tuple[float, ...]
+    answers: tuple[Any, Any]
+
+    @property
+    def ratios(self) -> list[float]:
+        """Ours over theirs within each pair: what slows the machine down for a while slows both."""
+        return [a / b for a, b in zip(self.ours, self.theirs, strict=True)]
+
+    @property
+    def ratio(self) -> float:
+        """Median of `ratios`."""
+        return float(np.median(self.ratios))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Quartiles of the seconds and of the ratio, with its extremes, and every single run."""
+        quartiles = (
+            (name, np.quantile(values, [0.25, 0.5, 0.75]).tolist())
+            for name, values in (("ours", self.ours), ("theirs", self.theirs), ("ratio", self.ratios))
+        )
+        return {
+            "ratio": self.ratio,
+            "ratio_min": min(self.ratios),
+            "ratio_max": max(self.ratios),
+            "quartiles": dict(quartiles),
+            "seconds": {"ours": self.ours, "theirs": self.theirs},
+        }
+
+
+def interleaved(
+    ours: Callable[[], Any],
+    theirs: Callable[[], Any],
+    pairs: int = 5,
+    warmup: int = 1,
+    device: str = "cpu",
+) -> Timing:
+    """Run A, B, A, B, …; the clock is read on an idle device, garbage is collected before each run.
+
+    Args:
+        ours: what is measured.
+        theirs: what it is compared with.
+        pairs: runs of each that count.
+        warmup: runs of each before, which do not.
+        device: where they run; CUDA is waited for.
+    """
+    wait = torch.cuda.synchronize if torch.device(device).type == "cuda" else _nothing
+    answers: tuple[Any, Any] = (None, None)
+    seconds: list[tuple[float, float]] = []
+    for _ in range(warmup + pairs):
+        answers = (None, None)  # the last answers make room before the next ones
+        a, answer = _timed(ours, wait)
+        b, other = _timed(theirs, wait)
+        answers = (answer, other)
+        seconds.append((a, b))
+    a, b = zip(*seconds[warmup:], strict=True)
+    return Timing(a, b, answers)
+
+
+def report(
+    script: str,
+    case: str,
+    timing: Timing,
+    args: argparse.Namespace,
+    *,
+    rival: str,
+    target: float | None = None,
+    errors: Mapping[str, float],
+) -> None:
+    """Print a line of at most 80 columns and the errors below it; append all of it as JSON.
+
+    Args:
+        script: names the file, `OUT/script.jsonl`.
+        case: what was run, a word or two.
+        timing: of ours and theirs.
+        args: of `parser`, for the sizes, the device and the folder.
+        rival: what ours was compared with.
+        target: largest median ratio that keeps the claim, or None.
+        errors: how wrong each side was, against the truth.
+    """
+    ours, theirs = np.median(timing.ours), np.median(timing.theirs)
+    spread = f"({min(timing.ratios):.2f}-{max(timing.ratios):.2f})"
+    verdict = "" if target is None else f", {'meets' if timing.ratio <= target else 'MISSES'} {target:.2g}"
+    print(f"{case}: {ours:.3g} s, {rival} {theirs:.3g} s, ratio {timing.ratio:.2f} {spread}{verdict}")
+    show(errors)
+    record(script, args, case=case, rival=rival, target=target, errors=dict(errors), **timing.to_dict())
+
+
+def show(values: Mapping[str, float]) -> None:
+    """Print named numbers, indented, in lines of at most 80 columns."""
+    text = ", ".join(f"{name} {value:.3g}".replace(" ", "\0") for name, value in values.items())
+    lines = textwrap.wrap(text, 76, break_on_hyphens=False)
+    print(textwrap.indent("\n".join(lines), "    ").replace("\0", " "), flush=True)
+
+
+def record(script: str, args: argparse.Namespace, **facts: Any) -> None:
+    """Append one JSON line to `OUT/script.jsonl`: the options, the facts and the environment.
+
+    Args:
+        script: names the file.
+        args: of `parser`; the options that were set are written, without the folder.
+        facts: anything that JSON holds.
+    """
+    folder = Path(args.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    options = {name: value for name, value in vars(args).items() if name != "out" and value is not None}
+    line = json.dumps({**options, **facts, "environment": environment(args.device)})
+    with (folder / f"{script}.jsonl").open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+def environment(device: str) -> dict[str, Any]:
+    """What the numbers depend on besides the code."""
+    cuda = torch.device(device).type == "cuda"
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "cpus": os.cpu_count(),
+        "device": torch.cuda.get_device_name(device) if cuda else _cpu_name(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "commit": commit.stdout.strip() or None,
+    }
+
+
+def parser(
+    question: str | None, *, n: int | None, d: int | None, k: int | None = None
+) -> argparse.ArgumentParser:
+    """The options that all scripts share, with the sizes of the claim as defaults.
+
+    Args:
+        question: the docstring of the script.
+        n: samples.
+        d: features.
+        k: components; None for a script that does not choose them, whose `--k` changes nothing.
+    """
+    options = argparse.ArgumentParser(
+        description=question, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--n", type=int, default=n, help="samples (%(default)s)")
+    options.add_argument("--d", type=int, default=d, help="features (%(default)s)")
+    options.add_argument("--k", type=int, default=k, help="components (%(default)s)")
+    options.add_argument("--pairs", type=int, default=5, help="runs of each side (%(default)s)")
+    options.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
+    options.add_argument("--out", default=str(HERE / "results"), help="folder of the JSON lines")
+    return options
+
+
+def _timed(run: Callable[[], Any], wait: Callable[[], None]) -> tuple[float, Any]:
+    gc.collect()
+    wait()
+    start = time.perf_counter()
+    answer = run()
+    wait()
+    return time.perf_counter() - start, answer
+
+
+def _nothing() -> None:
+    """Nothing to wait for on a CPU."""
+
+
+def _cpu_name() -> str:
+    """The model of the processor; what `platform` knows where Linux does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

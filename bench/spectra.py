@@ -1,0 +1,74 @@
+"""Samples (N, D) in float32 whose population variances are known, cheap to make at any size."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+SPECTRA = ("power", "flat", "massive", "massive9")
+DECAY = 1.4  # λ_i ~ i^-1.4: standard deviations fall as i^-0.7
+LIFTED = 9  # massive directions of a spectrum that has them
+LIFT = {"massive": 1e7, "massive9": 1e9}  # λ_1 / λ_K
+BLOCK_ROWS = 1024
+
+
+def variances(spectrum: str, d: int, k: int) -> Tensor:
+    """(D,) float64 population variances, descending.
+
+    Args:
+        spectrum: "power" falls as i^-1.4, "flat" is one variance, "massive" and "massive9" are the power
+            law with the first nine directions lifted until λ_1 / λ_K is 1e7 and 1e9.
+        d: D.
+        k: K of that ratio; with K < 18 only K // 2 directions are lifted.
+    """
+    if spectrum == "flat":
+        return torch.ones(d, dtype=torch.float64)
+    values = torch.arange(1, d + 1, dtype=torch.float64) ** -DECAY
+    if spectrum in LIFT:
+        values[: min(LIFTED, max(1, k // 2))] *= LIFT[spectrum] * values[k - 1] / values[0]
+    return values
+
+
+def rotate(y: Tensor, signs: Tensor) -> Tensor:
+    """Rows (n, D) turned by an orthonormal Hartley transform and flips of sign.
+
+    No D×D matrix is made, and every direction is spread over all D features.
+
+    Args:
+        y: (n, D).
+        signs: (D,) of ±1.
+    """
+    wave = torch.fft.fft(y, norm="ortho")
+    return (wave.real - wave.imag) * signs
+
+
+def blocks(spectrum: str, n: int, d: int, k: int, seed: int = 0) -> Iterator[Tensor]:
+    """The rows of `samples`, a thousand at a time: float32 blocks, rotated in float64.
+
+    Args:
+        spectrum: one of `SPECTRA`.
+        n: N.
+        d: D.
+        k: K, see `variances`.
+        seed: of the generator; the global one is left alone.
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    signs = 2.0 * torch.randint(0, 2, (d,), generator=generator) - 1
+    spread = variances(spectrum, d, k).sqrt()
+    for start in range(0, n, BLOCK_ROWS):
+        shape = (min(BLOCK_ROWS, n - start), d)
+        normal = torch.randn(shape, generator=generator, dtype=torch.float64)
+        yield rotate(normal * spread, signs).float()
+
+
+def samples(spectrum: str, n: int, d: int, k: int, seed: int = 0) -> Tensor:
+    """(N, D) float32 rows of a Gaussian around zero with the variances of `variances`.
+
+    Args:
+        spectrum: one of `SPECTRA`.
+        n: N.
+        d: D.
+        k: K, see `variances`.
+        seed: of the generator.
+    """
+    return torch.cat(list(blocks(spectrum, n, d, k, seed)))

@@ -1,0 +1,122 @@
+"""Orthonormal rows, grown block by block, with their images under a symmetric operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["Basis", "orthonormalise"]
+
+PASSES = 3  # "twice is enough" (Parlett, 1998), and once more where columns were dropped
+DEPENDENT = 0.1  # a normalised row that loses nine tenths to the others is one of them
+
+
+def orthonormalise(w: Tensor, basis: Tensor, noise: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Orthonormal rows that span what `w` adds to `basis`.
+
+    Rows are dropped only where less than the absolute noise of `w` is left of them. Dropping relative to
+    the largest would lose everything behind a massive direction.
+
+    Args:
+        w: (b, D) rows.
+        basis: (m, D) orthonormal rows.
+        noise: rounding of the entries of `w`, as a norm.
+
+    Returns:
+        Rows (b' ≤ b, D), and the coefficients basis wᵀ (m, b) of the first projection.
+    """
+    first = basis @ w.mT
+    inside = first
+    for attempt in range(PASSES):
+        w = w - inside.mT @ basis
+        q, r = torch.linalg.qr(w.mT)
+        left = r.diagonal().abs()
+        w = q.mT[left > (DEPENDENT if attempt else noise)]
+        if not len(w) or (attempt and bool((left > 0.7).all())):
+            break
+        inside = basis @ w.mT
+    return w.contiguous(), first
+
+
+class Basis:
+    """Orthonormal rows B, their images BC, and T = BCBᵀ.
+
+    Args:
+        apply: (b, D) rows → their images under C.
+        like: a tensor with the dtype, the device and D of the rows.
+    """
+
+    def __init__(self, apply: Callable[[Tensor], Tensor], like: Tensor) -> None:
+        self._apply = apply
+        self._rows = like.new_empty(0, like.shape[-1])
+        self._images = self._rows
+        self._projected = like.new_zeros(0, 0)
+        self.size = 0
+        self.products = 0  # rows that C was applied to
+
+    @property
+    def rows(self) -> Tensor:
+        """(m, D) B."""
+        return self._rows[: self.size]
+
+    @property
+    def images(self) -> Tensor:
+        """(m, D) BC."""
+        return self._images[: self.size]
+
+    @property
+    def projected(self) -> Tensor:
+        """(m, m) T."""
+        return self._projected[: self.size, : self.size]
+
+    def restart(self, rows: Tensor, images: Tensor, values: Tensor) -> None:
+        """Go on from Ritz vectors: T is diagonal.
+
+        Args:
+            rows: (p, D).
+            images: (p, D).
+            values: (p,).
+        """
+        self.size = len(rows)
+        self._rows[: self.size] = rows
+        self._images[: self.size] = images
+        self._projected[: self.size, : self.size] = values.diag()
+
+    def append(self, q: Tensor, noise: float) -> Tensor:
+        """Add orthonormal rows; returns the orthonormal rows that their images add in turn.
+
+        Args:
+            q: (b, D) orthonormal rows, orthogonal to those here.
+            noise: relative rounding of one product with C.
+        """
+        image = self._apply(q)
+        self.products += len(q)
+        start, stop = self.size, self.size + len(q)
+        self._reserve(stop)
+        self._rows[start:stop], self._images[start:stop] = q, image
+        self.size = stop
+        top = torch.linalg.vector_norm(image, dim=1).max()
+        top = torch.maximum(top, self.projected.diagonal()[:start].amax()) if start else top
+        following, inside = orthonormalise(image, self.rows, noise * top.item())
+        # what a symmetric C makes of the new rows is known from both sides; no recurrence is trusted
+        self._projected[:stop, start:stop] = inside
+        self._projected[start:stop, :stop] = inside.mT
+        self._projected[start:stop, start:stop] = (inside[start:] + inside[start:].mT) / 2
+        return following
+
+    def _reserve(self, size: int) -> None:
+        """Room for `size` rows; grows by doubling, so that rows are copied once on average."""
+        have = len(self._rows)
+        if size <= have:
+            return
+        room = max(size, 2 * have)
+        for name in ("_rows", "_images"):
+            old = getattr(self, name)
+            new = old.new_empty(room, old.shape[1])
+            new[: self.size] = old[: self.size]
+            setattr(self, name, new)
+        projected = self._projected.new_zeros(room, room)
+        projected[: self.size, : self.size] = self.projected
+        self._projected = projected

@@ -1,0 +1,113 @@
+"""What the columns of samples say of their covariance before any product is formed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pca_torch.bounds import check_total, constant_columns, standard_deviations
+from pca_torch.operators.base import Problem
+from pca_torch.precision import unit_roundoff
+
+__all__ = ["Columns", "check_divisor", "facts", "two_sum"]
+
+U64 = unit_roundoff(torch.float64)
+ENTRY = 16  # an entry is shifted twice, scaled and weighted, on both sides of its square, with room of two
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Sums of each column of N samples, in float64."""
+
+    n_samples: int  # N, rows of weight zero left out
+    weight: float  # Σw
+    weight_sq: float  # Σw²
+    mean: Tensor  # (D,)
+    scatter: Tensor  # (D,) Σ w (x - mean)²
+    slip: Tensor  # (D,) what the mean that products subtract may be off by
+    depth: int  # longest chain of additions behind an entry of the scatter
+    dtype: torch.dtype  # of the data
+
+
+def check_divisor(n: int, weight: float, weight_sq: float, ddof: float) -> float:
+    """Σw - ddof·Σw²/Σw, which is N - ddof without weights.
+
+    Args:
+        n: N.
+        weight: Σw.
+        weight_sq: Σw².
+        ddof: delta degrees of freedom.
+
+    Raises:
+        ValueError: nothing would be left to divide by.
+    """
+    if n == 0:
+        raise ValueError("`x` has no rows that count; give at least one sample.")
+    divisor = weight - ddof * weight_sq / weight
+    if divisor <= 1e-12 * weight:
+        raise ValueError(
+            f"`ddof` = {ddof} needs more than {ddof} samples, got {n}; give more, or pass ddof=0."
+        )
+    return divisor
+
+
+def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The rounded sum of two numbers, and exactly what rounding left over.
+
+    A mean in one float64 is off by its last digit, which is u·|mean|/std of a standard deviation.
+    Source: Knuth, The Art of Computer Programming 2, §4.2.2.
+
+    Args:
+        a: one.
+        b: the other, same shape.
+    """
+    total = a + b
+    back = total - a
+    return total, (a - (total - back)) + (b - back)
+
+
+def facts(columns: Columns, *, center: bool, standardize: bool, ddof: float) -> Problem:
+    """The problem of float64 products with rows that are centred and scaled on the way.
+
+    A mean that is off by t adds Σw·ttᵀ to the scatter and nothing else, for the rows sum to zero around
+    the true one. Rounded entries z(1 + δ) add at most 2δ|Z|ᵀ|Z|, whose norm is at most 2δ tr. A scale
+    whose square is a sum of depth n is off by nu/2, and changes a correlation by nu on both sides.
+
+    Args:
+        columns: their sums.
+        center: subtract the mean.
+        standardize: divide each column by its standard deviation.
+        ddof: delta degrees of freedom of the divisor.
+
+    Raises:
+        ValueError: too few rows for `ddof`, or the total variance overflowed.
+    """
+    divisor = check_divisor(columns.n_samples, columns.weight, columns.weight_sq, ddof)
+    share = columns.weight / divisor
+    mean, variance, slip = columns.mean, columns.scatter / divisor, columns.slip
+    second_moment = columns.scatter / columns.weight + mean.square()
+    if not center:
+        variance = variance + share * mean.square()  # a sum: nothing cancels
+        mean, slip = torch.zeros_like(mean), torch.zeros_like(slip)
+    check_total(variance.sum())
+    constant = bool(constant_columns(variance, mean).all())
+    scale, roundings = None, ENTRY
+    if standardize:
+        scale = standard_deviations(variance, mean)
+        variance, second_moment = variance / scale.square(), second_moment / scale.square()
+        slip, roundings = slip / scale, ENTRY + columns.depth
+    return Problem(
+        mean=mean,
+        scale=scale,
+        variance=variance,
+        second_moment=second_moment,
+        n_samples=columns.n_samples,
+        divisor=divisor,
+        dtype=columns.dtype if columns.dtype.is_floating_point else torch.float64,
+        centred=center,
+        constant=constant,
+        error=roundings * U64 * variance.sum().item() + share * slip.square().sum().item(),
+        products="float64",
+    )
