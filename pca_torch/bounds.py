@@ -147,7 +147,8 @@ def assemble(
     if whiten:  # stored to `dtype`, a component holds that much of the first one
         stored = unit_roundoff(dtype) ** 2 * len(solved.mean) * spectrum[0].item() if len(spectrum) else 0.0
         k = min(k, trusted, int((spectrum > stored).sum()))
-    components = fix_signs(solved.directions[:k].to(dtype)).contiguous().clone()
+    unit = torch.nn.functional.normalize(solved.directions[:k].double())  # LAPACK's are off by some 40 u
+    components = fix_signs(unit.to(dtype)).contiguous()
     return PCAResult(
         mean=solved.mean.clone(),
         components=components,

@@ -100,7 +100,7 @@ def probe(
         y = op.apply(x)
         return y - (y @ v.mT) @ v
 
-    basis = Basis(apply, like=v)
+    basis = Basis(apply, like=v, room=columns * products, keep_images=False)
     block, _ = orthonormalise(start.to(v.device), v)
     reach = math.acosh(max(1.0, math.sqrt(2 * n / math.pi) * FAILURE ** (-1 / columns)))
     best = by_trace

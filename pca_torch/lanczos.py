@@ -47,12 +47,14 @@ def lanczos(
         the best that can be proved, or None if the wanted share was not reached.
     """
     like = op.problem.mean
-    d, basis = len(like), Basis(op.apply, like)
+    d = len(like)
+    basis = Basis(op.apply, like, room=0 if most is None else min(d, most + block))
 
     def fresh(*others: Tensor) -> Tensor:
         """Random rows apart from all there are: for copies of a tie, or when the space is exhausted."""
         start = torch.randn(block, d, generator=generator, dtype=torch.float64, device=generator.device)
-        return orthonormalise(start.to(like.device), torch.cat([basis.rows, *others]))[0]
+        apart = torch.cat([basis.rows, *others]) if others else basis.rows
+        return orthonormalise(start.to(like.device), apart)[0]
 
     following, due, k = fresh(), 0, None
     while basis.products < effort:

@@ -11,7 +11,7 @@ from pca_torch.complement import Bound, cholesky_proves, probe, trace_bound
 from pca_torch.operators.base import Operator
 from pca_torch.ritz import Ritz, reach, room
 
-__all__ = ["Found", "Prover"]
+__all__ = ["DIRECTIONS", "Found", "Prover"]
 
 DIRECTIONS = 1e4  # `tol` 1e-6 of the total is 1e-2 of the K-th variance: a share alone says little of it
 PROBES = 3  # refused by chance or by a flat spectrum this often, the bound that was reached is handed out

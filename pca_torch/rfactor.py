@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pca_torch._checks import check_choice, require_square
 from pca_torch.intake import BUFFER_ROWS, CHUNK_ROWS, Intake, divisor_of
-from pca_torch.precision import Precision, exact_products, product_dtype, unit_roundoff
+from pca_torch.precision import Precision, exact_products, factor_noise, product_dtype, unit_roundoff
 
 __all__ = ["RFactor"]
 
@@ -295,11 +295,10 @@ def _merged(a: _Factor, b: _Factor, work: torch.dtype) -> _Factor:
     """The rows of both: R of [Ra; Rb; √(wa wb / w) (mean_b - mean_a)ᵀ], factored in `work`.
 
     What R is off by. Householder QR of a stack A of m rows gives the exact R of A + E; each rounding
-    error is relative to its own column, so columns may be scaled, and under the probabilistic model
-    (Higham & Mary, SIAM J. Sci. Comput. 41(5), 2019) ‖E‖₂ ≤ u(4√k + √m)σ₁, k = min(m, D), as for the
-    SVD of the samples. Centring, the weights and the shift add 8√k roundings in float64: a difference
-    has a rounding relative to itself, and means carry twice the digits of float64, so that none is
-    relative to the means.
+    error is relative to its own column, so columns may be scaled, and ‖E‖₂ is at most `factor_noise` times
+    σ₁, as for the SVD of the samples. Centring, the weights and the shift add 8√k roundings in float64,
+    k = min(m, D): a difference has a rounding relative to itself, and means carry twice the digits of
+    float64, so that none is relative to the means.
     What a and b were off by stands in different rows: ‖[Ea; Eb]‖₂ ≤ hypot(‖Ea‖₂, ‖Eb‖₂). An orthogonal
     factor carries both unchanged into the error of the stack, and σ₁ grows with every row, so the
     errors of a chain of q factorisations add at most linearly.
@@ -313,7 +312,7 @@ def _merged(a: _Factor, b: _Factor, work: torch.dtype) -> _Factor:
     mean, low = _two_sum(a.mean, delta * share)
     mean, low = _two_sum(mean, low + a.low)
     m, k = len(stack), min(stack.shape)
-    own = unit_roundoff(work) * (4 * math.sqrt(k) + math.sqrt(m)) + 8 * U64 * math.sqrt(k)
+    own = factor_noise(m, k, work) + 8 * U64 * math.sqrt(k)
     return _Factor(
         n=a.n + b.n,
         weight=weight,

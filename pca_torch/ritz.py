@@ -27,6 +27,7 @@ from pca_torch.precision import unit_roundoff
 __all__ = ["Ritz", "finish", "rayleigh_ritz", "reach", "room", "upper_values"]
 
 U64 = unit_roundoff(torch.float64)
+PART = 4096  # features at a time: what is left of a Ritz pair need not be kept
 STEPS = 20  # δ tried per bound, geometrically spaced
 
 
@@ -39,14 +40,13 @@ class Ritz:
     images: Tensor  # (p, D) VC
 
     @cached_property
-    def residual(self) -> Tensor:
-        """(p, D) VC - ΘV."""
-        return self.images - self.values[:, None] * self.vectors
-
-    @cached_property
     def gram(self) -> Tensor:
-        """(p, p) residual · residualᵀ."""
-        return self.residual @ self.residual.mT
+        """(p, p) G = EEᵀ of the residual E = VC - ΘV, summed over a part of the features at a time."""
+        total = self.values.new_zeros(len(self.values), len(self.values))
+        for images, vectors in zip(self.images.split(PART, 1), self.vectors.split(PART, 1), strict=True):
+            residual = images - self.values[:, None] * vectors
+            total.addmm_(residual, residual.mT)
+        return total
 
     def first(self, p: int) -> Ritz:
         """The p leading pairs.
@@ -56,7 +56,6 @@ class Ritz:
         """
         leading = Ritz(self.values[:p], self.vectors[:p], self.images[:p])
         if "gram" in self.__dict__:
-            leading.__dict__["residual"] = self.residual[:p]
             leading.__dict__["gram"] = self.gram[:p, :p]
         return leading
 
@@ -138,6 +137,8 @@ def reach(ritz: Ritz, p: int, k: int, beta: float) -> float | None:
     c = ritz.values[k - 1].item() + beta / (2 * k)
     delta = c - ritz.values[p].item() - off
     if delta <= 0:
+        return None
+    if ritz.gram.diagonal()[:k].sum().item() > beta * delta:  # by Ky Fan that much is added at least
         return None
     missed = _head(ritz.first(p), delta)[:k].clamp_min(c).sum() - ritz.values[:k].sum()
     return delta / max(off, U64 * c) if missed.item() <= beta else None

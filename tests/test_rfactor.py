@@ -161,7 +161,7 @@ def test_the_error_bound_holds_and_is_useful(precision):
         for part in parts:
             factor.update(part).flush()
         within(factor, x)
-        assert factor.error <= 50 * len(parts) * u * math.sqrt(max(x.shape))  # no bound of everything
+        assert factor.error <= 100 * len(parts) * u * math.sqrt(max(x.shape))  # no bound of everything
         scatter, deviation = extended(x)[0], x.std(0).numpy()
         if x.shape[1] > 1:  # nor is it spent on the largest column: every column may be scaled
             scaled = scatter / np.outer(deviation, deviation)

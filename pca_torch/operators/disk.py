@@ -16,6 +16,7 @@ from pca_torch.sources import NpySource
 
 __all__ = ["OnDisk"]
 
+PART_BYTES = 2**24  # of float64 rows at a time
 U64 = unit_roundoff(torch.float64)
 
 
@@ -50,6 +51,7 @@ class OnDisk:
         check_choice(nonfinite, "nonfinite", ("raise", "drop"))
         self._sources = _checked([sources] if isinstance(sources, NpySource) else list(sources))
         self._nonfinite = nonfinite
+        self._step = max(1, PART_BYTES // (8 * self._sources[0].n_features))
         self.n_dropped = 0  # rows skipped under nonfinite="drop"
         self.passes = 0  # over all files so far
         with exact_products(torch.device("cpu")):
@@ -67,17 +69,17 @@ class OnDisk:
             v: float64 rows.
         """
         out = torch.zeros_like(v)
-        for rows, _ in self._blocks():
+        for rows in self._blocks():
             z = rows if not self.problem.centred else rows - self.problem.mean
             z = z if self.problem.scale is None else z / self.problem.scale
             out.addmm_(v @ z.mT, z)
         return out.div_(self.problem.divisor)
 
-    def _blocks(self) -> Iterator[tuple[Tensor, int]]:
-        """Float64 rows that count, and how many were dropped; they may be a view that the next overwrites.
+    def _blocks(self) -> Iterator[Tensor]:
+        """Float64 rows that count; they may be a view that the next overwrites.
 
         Yields:
-            rows (n, D) with n ≥ 1 of one block, and the number of rows left out.
+            rows (n, D) with n ≥ 1.
 
         Raises:
             ValueError: NaN or inf under "raise", with the file.
@@ -89,8 +91,9 @@ class OnDisk:
                     rows, _, dropped = select_rows(as_tensor(block), None, None, self._nonfinite)
                 except (TypeError, ValueError) as error:
                     raise ValueError(f"{source.path}: {error}") from error
-                if dropped or len(rows):
-                    yield rows.double(), dropped
+                self.n_dropped += dropped if self.passes == 1 else 0
+                for start in range(0, len(rows), self._step):
+                    yield rows[start : start + self._step].double()
 
     def _columns(self) -> Columns:
         """Mean and squares in one pass (Chan, Golub & LeVeque, Am. Stat. 37(3), 1983).
@@ -101,10 +104,7 @@ class OnDisk:
         n, depth, blocks = 0, 0, 0
         mean = torch.zeros(self._sources[0].n_features, dtype=torch.float64)
         rest, scatter, largest = torch.zeros_like(mean), torch.zeros_like(mean), torch.zeros_like(mean)
-        for rows, dropped in self._blocks():
-            self.n_dropped += dropped
-            if not len(rows):
-                continue
+        for rows in self._blocks():
             first = rows.mean(0)
             second = (rows - first).mean(0)
             delta = (first - mean) + (second - rest)

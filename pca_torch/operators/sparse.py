@@ -19,6 +19,7 @@ from pca_torch.precision import exact_products, unit_roundoff
 __all__ = ["Sparse", "is_sparse"]
 
 U64 = unit_roundoff(torch.float64)
+COLUMNS = 16  # rows multiplied at a time
 LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 
 
@@ -73,8 +74,8 @@ class Sparse:
                 if weights is not None:
                     each = self._root[:, 0].repeat_interleave(by_rows.crow_indices().diff())
                     by_rows, by_columns = _with_values(by_rows, by_rows.values() * each), None
-                self._by_rows = by_rows
-                self._by_columns = _transposed(by_rows) if by_columns is None else by_columns
+                self._by_rows = _narrow(by_rows)
+                self._by_columns = _narrow(_transposed(by_rows) if by_columns is None else by_columns)
                 self.noise = self._noise(columns)
 
     def apply(self, v: Tensor) -> Tensor:
@@ -83,7 +84,8 @@ class Sparse:
         Args:
             v: float64 rows.
         """
-        return self.gather(self.scores(v)).div_(self.problem.divisor)
+        parts = v.split(COLUMNS)  # the scores of N samples are the largest thing here
+        return torch.cat([self.gather(self.scores(part)) for part in parts]).div_(self.problem.divisor)
 
     def scores(self, v: Tensor) -> Tensor:
         """Rows (b, D) → Xc vᵀ (N, b), each row times √w.
@@ -197,6 +199,13 @@ def _csr_of_coo(indices: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor
     )
 
 
+def _narrow(x: Tensor) -> Tensor:
+    """The same CSR with 32-bit indices where they suffice: half the memory, and what MKL multiplies by."""
+    if max(*x.shape, x.values().numel()) >= 2**31 or x.crow_indices().dtype == torch.int32:
+        return x
+    return _of_parts(x.crow_indices().int(), x.col_indices().int(), x.values(), x.shape)
+
+
 def _ascending(starts: Tensor, places: Tensor) -> bool:
     """Whether the columns rise within every row, so that none stands twice."""
     if len(places) < 2:
@@ -231,12 +240,18 @@ def _transposed(x: Tensor) -> Tensor:
     turned = x.to_sparse_csc()
     starts, places = turned.ccol_indices(), turned.row_indices()
     shape = (x.shape[1], x.shape[0])
-    return torch.sparse_csr_tensor(starts, places, turned.values(), shape, check_invariants=False)
+    return _of_parts(starts, places, turned.values(), shape)
 
 
 def _with_values(x: Tensor, values: Tensor) -> Tensor:
     """Other values in the places of a CSR."""
-    return torch.sparse_csr_tensor(x.crow_indices(), x.col_indices(), values, x.shape, check_invariants=False)
+    return _of_parts(x.crow_indices(), x.col_indices(), values, x.shape)
+
+
+def _of_parts(starts: Tensor, places: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
+    """A CSR that owns its parts: those of another are views, which would keep all of it alive."""
+    starts, places, values = (part.detach() for part in (starts, places, values))
+    return torch.sparse_csr_tensor(starts, places, values, tuple(shape), check_invariants=False)
 
 
 def _columns(by_columns: Tensor, w: Tensor, dtype: torch.dtype) -> Columns:

@@ -170,7 +170,7 @@ def _by(solver: str, rows: Tensor, w: Tensor | None, task: _Task) -> PCAResult:
     small_side = min(n, d)
     note = None
     if solver == "krylov" and not krylov.pays(k, small_side):
-        note = f"krylov: {k} of {small_side} directions do not pay for an iteration"
+        note = krylov.declined(k, small_side)
         solver = "full" if n <= d else "covariance_eigh"
     if solver == "full":
         result = full.solve(rows, k, weights=w, precision=task.precision, whiten=task.whiten, **task.matrix)
@@ -184,7 +184,7 @@ def _by(solver: str, rows: Tensor, w: Tensor | None, task: _Task) -> PCAResult:
         result = krylov.solve(op, k, whiten=task.whiten, **task.iteration)
     else:
         result = _of_statistic(Moments(d, precision=task.precision).update(rows, weights=w), task, solver)
-    return result if note is None else _with_notes(result, (note,))
+    return result if note is None else _with_notes(result, before=(note,))
 
 
 def _of_statistic(statistic: Moments | RFactor, task: _Task, solver: str | None = None) -> PCAResult:
@@ -310,7 +310,7 @@ def _noted(better: PCAResult, before: PCAResult) -> PCAResult:
         f"{tried.solver}: components below its floor {tried.rounding_floor:.3g} were asked for, "
         f"{tried.trusted} stand above it"
     )
-    return _with_notes(better, (*tried.fallbacks, note))
+    return _with_notes(better, before=(*tried.fallbacks, note))
 
 
 def _hinted(result: PCAResult, task: _Task) -> PCAResult:
@@ -325,11 +325,10 @@ def _hinted(result: PCAResult, task: _Task) -> PCAResult:
         option = "svd_solver='tsqr'"
     if option is None:
         return result
-    return _with_notes(
-        result, (f"{certificate.solver}: {certificate.trusted} components are trusted; rerun with {option}",)
-    )
+    hint = f"{certificate.solver}: {certificate.trusted} components are trusted; rerun with {option}"
+    return _with_notes(result, after=(hint,))
 
 
-def _with_notes(result: PCAResult, notes: tuple[str, ...]) -> PCAResult:
-    fallbacks = (*notes, *result.certificate.fallbacks)
+def _with_notes(result: PCAResult, before: tuple[str, ...] = (), after: tuple[str, ...] = ()) -> PCAResult:
+    fallbacks = (*before, *result.certificate.fallbacks, *after)
     return replace(result, certificate=replace(result.certificate, fallbacks=fallbacks))

@@ -12,13 +12,15 @@ from torch import Tensor
 from pca_torch import spectrum as spectra
 from pca_torch._checks import check_choice, free_memory
 from pca_torch.basis import Basis, orthonormalise
-from pca_torch.bounds import Solved, assemble, check_count
+from pca_torch.bounds import Solved, assemble, check_count, kept
 from pca_torch.chebyshev import chebyshev
+from pca_torch.complement import Bound
+from pca_torch.eigen import eigenpairs
 from pca_torch.lanczos import lanczos
 from pca_torch.linalg import generator_from
 from pca_torch.operators import Dense, OnDisk, Operator, Problem, Rows
 from pca_torch.precision import component_dtype, exact_products
-from pca_torch.prover import Found, Prover
+from pca_torch.prover import DIRECTIONS, Found, Prover
 from pca_torch.result import PCAResult
 from pca_torch.ritz import Ritz, finish, rayleigh_ritz, upper_values
 from pca_torch.solvers import covariance
@@ -44,6 +46,17 @@ def pays(n_components: float | None, dimensions: int) -> bool:
     if dimensions <= DENSE_UP_TO or n_components is None:
         return False
     return n_components < 1 if isinstance(n_components, float) else n_components <= dimensions // FEW
+
+
+def declined(n_components: float | None, dimensions: int) -> str:
+    """What the certificate says where a dense solver did it.
+
+    Args:
+        n_components: K, a share or None.
+        dimensions: of the matrix that was decomposed.
+    """
+    asked = "all" if n_components is None else n_components
+    return f"krylov: an iteration does not pay for {asked} of {dimensions} directions"
 
 
 def solve(
@@ -82,8 +95,7 @@ def solve(
         if problem.constant or problem.total_variance <= 0:
             solved = _nothing(op, n_components)
         elif isinstance(op, Dense) and not pays(n_components, len(problem.mean)):
-            note = f"krylov: {n_components} of {len(problem.mean)} directions do not pay for an iteration"
-            solved = covariance.whole(op, n_components, (note,))
+            solved = covariance.whole(op, n_components, (declined(n_components, len(problem.mean)),))
         else:
             solved = _iterate(op, n_components, method, TOL if tol is None else tol, random_state)
         k = len(solved.spectrum) if solved.rest is not None else n_components
@@ -112,14 +124,17 @@ def _iterate(
     if share is None or not isinstance(inner, Dense) or _concentrated(inner, share):
         prover = Prover(inner, tol, share, generator)
         found = _search(inner, n_components, method, prover, generator)
+    if found is None and wide is not None and isinstance(inner, Dense):
+        found = _whole_gram(inner, n_components)
     if found is not None:
         upper = upper_values(found.ritz, found.bound.below, found.k + 1)
-        ritz = found.ritz if wide is None else _lifted(wide, found.ritz.vectors[: found.k])
+        ritz = found.ritz if wide is None else _lifted(wide, found.ritz.vectors[: found.k], generator)
         precision = f"{problem.products} products, float64 iteration"
         kind, notes = found.bound.kind, found.fallbacks
-        return finish(
+        solved = finish(
             op, ritz, found.k, upper, solver="krylov", precision=precision, bound_kind=kind, fallbacks=notes
         )
+        return _limited(solved, found.k, tol)
     if isinstance(op, Dense):
         return covariance.whole(op, n_components, (f"krylov: {n_components} takes too many products",))
     raise ValueError(
@@ -190,10 +205,45 @@ def _gram(rows: Rows) -> Dense:
     return Dense(facts, gram)
 
 
-def _lifted(op: Rows, left: Tensor) -> Ritz:
+def _lifted(op: Rows, left: Tensor, generator: torch.Generator) -> Ritz:
     """Ritz pairs of the covariance from eigenvectors (K, N) of the Gram matrix: v = Xᵀu, made orthonormal."""
-    vectors, _ = orthonormalise(op.gather(left.mT), left.new_empty(0, len(op.problem.mean)))
+    k, d = len(left), len(op.problem.mean)
+    vectors, _ = orthonormalise(op.gather(left.mT), left.new_empty(0, d))
+    if len(vectors) < k:  # K beyond the rank: Xᵀu is zero, and any other direction does as well
+        start = torch.randn(
+            k - len(vectors), d, generator=generator, dtype=left.dtype, device=generator.device
+        )
+        vectors = torch.cat([vectors, orthonormalise(start.to(left.device), vectors)[0]])
     return rayleigh_ritz(vectors, op.apply(vectors))
+
+
+def _whole_gram(op: Dense, n_components: float | None) -> Found:
+    """All eigenvalues of a Gram matrix, and the K leading eigenvectors."""
+    total, off = op.problem.total_variance, op.problem.error
+
+    def wanted(values: Tensor) -> int:
+        values = values.clamp_min(0)
+        return kept(n_components, values, total, off, torch.full_like(values, off))
+
+    values, vectors = eigenpairs(op.matrix, wanted)
+    k = wanted(values)
+    leading = Ritz(values[:k], vectors[:k], op.apply(vectors[:k]))
+    below = max(0.0, values[k].item()) if k < len(values) else 0.0
+    return Found(leading, k, Bound(below), (f"krylov: {n_components} takes too many products",))
+
+
+def _limited(solved: Solved, k: int, tol: float) -> Solved:
+    """Says so where rounding of λ₁, not the search, decides how much may be missed."""
+    total, last = solved.total_variance.item(), max(0.0, solved.spectrum[-1].item()) if k else 0.0
+    asked = min(tol * total, DIRECTIONS * tol * last)
+    least = 2 * k * solved.floor
+    if least <= asked:
+        return solved
+    note = (
+        f"krylov: rounding beside λ₁ keeps `missed_ratio_bound` above {least / total:.1e}, "
+        f"{asked / total:.1e} was asked for"
+    )
+    return replace(solved, fallbacks=(*solved.fallbacks, note))
 
 
 def _nothing(op: Operator, n_components: float | None) -> Solved:

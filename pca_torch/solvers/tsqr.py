@@ -15,14 +15,12 @@ from pca_torch.bounds import (
     factor_errors,
     standard_deviations,
 )
-from pca_torch.precision import component_dtype, exact_products, unit_roundoff
+from pca_torch.precision import component_dtype, exact_products, factor_noise
 from pca_torch.result import PCAResult
 from pca_torch.rfactor import RFactor
 from pca_torch.svd import robust_svd
 
 __all__ = ["solve"]
-
-U64 = unit_roundoff(torch.float64)
 
 
 def solve(
@@ -54,7 +52,7 @@ def solve(
     mean, r = statistic.mean, statistic.r
     require_square(d, 6, r.device, "use `svd_solver='full'` on the data itself")
     with exact_products(r.device):
-        relative = statistic.error + 8 * U64 * math.sqrt(min(n, d))
+        relative = statistic.error + factor_noise(len(r), d, torch.float64)
         if not center:  # one row more: RᵀR + Σw·mean·meanᵀ, nothing cancels
             r = torch.cat([r, math.sqrt(statistic.sum_weights) * mean[None]])
             mean = torch.zeros_like(mean)
