@@ -13,8 +13,10 @@ from torch import Tensor
 from pca_torch import spectrum as spectra
 from pca_torch._checks import check_number
 from pca_torch.linalg import fix_signs
+from pca_torch.operators.base import product_noise
 from pca_torch.precision import unit_roundoff
 from pca_torch.result import Certificate, PCAResult
+from pca_torch.span import Span
 
 __all__ = [
     "Rest",
@@ -66,7 +68,8 @@ class Rest:
     """What a solver of K directions proves of the others."""
 
     below: float  # λ_{M+1} is at most this, M the variances that are known
-    residual: float  # ‖CV - VΘ‖₂ of the directions that were computed, rounding of C included
+    outside: float  # C outside of the directions that were computed is at most this
+    residual: float  # ‖CV - VΘ‖₂ of them, rounding of C included
 
 
 def constant_columns(variance: Tensor, mean: Tensor) -> Tensor:
@@ -203,13 +206,13 @@ def _certify(solved: Solved, spectrum: Tensor, total: float, components: Tensor,
     v = components.double()
     applied = solved.apply(v)
     variance, error = spectrum[:k], solved.error[:k]
-    captured = _captured(v, applied)
-    doubt = error.sum().item() if solved.applied_error is None else k * solved.applied_error
-    missed = max(0.0, (variance + error).sum().item() - captured + doubt) if k < d else 0.0
+    # every direction is kept: all is captured, and nothing can be missed
+    span = Span(total, 0.0, 0.0) if k == d else Span.of(v, applied)
+    missed = _missed(solved, spectrum, span, components)
     turned, gap = _separation(solved, spectrum, k, missed)
     angle = min(math.pi / 2, turned + unit_roundoff(components.dtype) * math.sqrt(d))
     return Certificate(
-        captured_ratio=min(1.0, captured / total) if total > 0 else 0.0,
+        captured_ratio=min(1.0, span.captured / total) if total > 0 else 0.0,
         missed_ratio_bound=missed / total if total > 0 else 0.0,
         bound_kind=solved.bound_kind,
         variance_error=tuple(error.tolist()),
@@ -254,15 +257,40 @@ def _gap(values: Tensor, k: int) -> float:
     return (values[k - 1] - (values[k] if k < len(values) else 0)).item()
 
 
-def _captured(v: Tensor, applied: Tensor) -> float:
-    """Variance in the span of the components as they are stored: tr (VVᵀ)⁻¹VCVᵀ.
+def _missed(solved: Solved, spectrum: Tensor, span: Span, components: Tensor) -> float:
+    """Variance that a better K-subspace could still capture, the smaller of two bounds.
 
-    Their rounding bends each by u, which moves a single vᵀCv by u√(λλ₁) but the span by u² only.
+    The K largest true variances sum to at most Σ(λ̂ + e), and the span truly captures what was measured,
+    less an error e' for each direction. That is of first order in the errors.
+    Of second order: if θ is the least variance within the span, R its residual, and μ < θ bounds C outside
+    of it, then C ≼ diag(Θ + RRᵀ/δ, (μ + δ)I) with δ = θ - μ, whose K largest eigenvalues sum to
+    tr Θ + ‖R‖_F²/δ (see `ritz`).
     """
-    if not len(v):
+    k, d = components.shape
+    if k == d:
         return 0.0
-    factor = torch.linalg.cholesky(v @ v.mT)
-    return torch.cholesky_solve(v @ applied.mT, factor).trace().item()
+    error = solved.error[:k].sum().item()
+    each = solved.applied_error if solved.applied_error is not None else solved.error.max().item()
+    doubt = error if solved.applied_error is None else k * each
+    first = max(0.0, spectrum[:k].sum().item() + error - span.captured + doubt)
+    gap = span.least - each - _outside(solved, spectrum, components)
+    if gap <= 0:
+        return first
+    measured = product_noise(d) * solved.total_variance.item()  # what is captured is known to that itself
+    return min(first, (span.residual + math.sqrt(k) * each) ** 2 / gap + measured)
+
+
+def _outside(solved: Solved, spectrum: Tensor, components: Tensor) -> float:
+    """Bound on C outside of the span of the stored components.
+
+    Rows that are off by ‖Δ‖_F ≤ u√K let (u√K)²λ₁ of the kept directions out.
+    """
+    k, top = len(components), spectrum[0].item() if len(spectrum) else 0.0
+    leaked = k * unit_roundoff(components.dtype) ** 2 * top
+    if solved.rest is not None:
+        return solved.rest.outside + leaked if k == len(spectrum) else math.inf
+    following = spectrum[k].item() if k < len(spectrum) else 0.0
+    return following + solved.error.max().item() + leaked
 
 
 def _quantisation(solved: Solved, v: Tensor) -> tuple[float, ...] | None:

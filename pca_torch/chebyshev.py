@@ -22,6 +22,7 @@ __all__ = ["chebyshev"]
 AMPLIFY = math.acosh(1e8)  # the first unlocked direction against what lies below the edge, per filter
 DEGREE = 64
 LOCK = 1e-3  # residual over θ_K/√K of a pair that is left alone: relative to its own θ it would poison others
+SHARPER = 0.1  # and over √(βθ_K/K), for what it misses grows as its square
 ROUNDS = 30
 U64 = unit_roundoff(torch.float64)
 
@@ -54,23 +55,25 @@ def chebyshev(op: Operator, k: int, prover: Prover, *, generator: torch.Generato
         found = prover(ritz, k, max(8, k // 8))
         if found is not None:
             return found
-        locked = min(_converged(ritz, k), p - 1)
+        allowed = prover.allowed(ritz, k)
+        locked = min(_converged(ritz, k, allowed), p - 1)
         if prover.refused or ritz.values[-1].item() <= 0:  # a copy of a tie is missing: only new rows find it
             half = max(1, (p - locked) // 2)
             kept = ritz.vectors[: p - half]
             block = torch.cat([kept, fresh(half, kept)])
             ritz = rayleigh_ritz(block, op.apply(block))
-            locked = min(_converged(ritz, k), p - 1)
+            locked = min(_converged(ritz, k, allowed), p - 1)
         fixed, (top, edge) = ritz.vectors[:locked], ritz.values[[locked, -1]].tolist()
         filtered = _filter(op, ritz.vectors[locked:], fixed, top, edge)
         block = torch.cat([fixed, orthonormalise(filtered, fixed)[0]])
     return None
 
 
-def _converged(ritz: Ritz, k: int) -> int:
-    """How many leading pairs need no more filtering."""
+def _converged(ritz: Ritz, k: int, allowed: float) -> int:
+    """How many leading pairs need no more filtering where `allowed` may be missed."""
     off = ritz.gram.diagonal().clamp_min(0).sqrt()
-    enough = LOCK * ritz.values[k - 1] / math.sqrt(k) + 50 * U64 * ritz.values[0]
+    last = max(ritz.values[k - 1].item(), 0.0)
+    enough = min(LOCK * last, SHARPER * math.sqrt(allowed * last)) / math.sqrt(k) + 50 * U64 * ritz.values[0]
     open_ = (off > enough).nonzero()
     return int(open_[0]) if len(open_) else len(off)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -43,7 +45,7 @@ def add_gram(target: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Non
     narrow = dtype is not None and dtype != target.dtype
     unit = torch.ones((), dtype=x.dtype, device=x.device)
     if narrow and x.numel():
-        size = x.abs().max()
+        size = torch.linalg.vector_norm(x, math.inf)
         unit = torch.where(size > 0, size.log2().floor().exp2(), unit)
         x = (x / unit).to(dtype)
     for start, stop in panels(x.shape[1]):

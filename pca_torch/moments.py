@@ -252,7 +252,7 @@ class Moments:
 
     def _add(self, rows: Tensor, w: Tensor | None, group: int) -> None:
         for i in range(0, len(rows), CHUNK_ROWS):
-            part = rows[i : i + CHUNK_ROWS].to(self.device).double()
+            part = rows[i : i + CHUNK_ROWS].to(self.device)
             self._sums[group].add(part, None if w is None else w[i : i + CHUNK_ROWS].to(self.device))
 
     def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -22,19 +22,22 @@ class Certificate:
     """What a result knows about its own accuracy; computed for the data at hand, not assumed.
 
     Variances are in activation units squared. Everything here is plain Python, so that it can be
-    written to a file and read back unchanged.
+    written to a file and read back unchanged. Bounds are "deterministic" where nothing was drawn at random
+    for them, "measured" where the rounding of float32 products was probed, or hold with the probability
+    they name. Roundings are taken to add like a random walk (Higham & Mary, SIAM J. Sci. Comput. 41(5),
+    2019); bounds that assume the worst of each are a million times larger.
     """
 
     captured_ratio: float  # tr(V C Vᵀ) / tr C of the components as they are stored
     missed_ratio_bound: float  # a better K-subspace captures at most this much more of tr C
-    bound_kind: str  # "deterministic", or "measured" where float32 products were
+    bound_kind: str  # "deterministic", "measured" or "probability 1-1e-10"
     variance_error: tuple[float, ...]  # (K,) |computed - true| of each variance is at most this
     rounding_floor: float  # variances at or below this are rounding noise of the route
     trusted: int  # how many leading variances stand above `rounding_floor`
     quantisation_floor: tuple[float, ...] | None  # (K,) noise of a 16-bit input along each component
     residual_norms: tuple[float, ...]  # (K,) ‖C v - λ v‖₂
-    gap: float  # λ_K - λ_{K+1}
-    angle_bound: float  # radians by which rounding can have turned the K-subspace, π/2 = no bound
+    gap: float  # λ_K - λ_{K+1}; where only K are known, at least this
+    angle_bound: float  # radians by which the K-subspace may be turned, π/2 = no bound
     unique: bool  # the K-subspace is determined by the data: `angle_bound` < 0.5
     solver: str  # the route that gave the answer
     precision: str  # arithmetic of the products and of the factorisation

@@ -120,6 +120,21 @@ def _head(ritz: Ritz, delta: float) -> Tensor:
         return torch.linalg.eigvalsh(matrix).flip(0) + rounding
 
 
+def outside(ritz: Ritz, k: int, below: float) -> float:
+    """Bound on C over the complement of the K leading vectors alone, the others being a part of it.
+
+    Args:
+        ritz: p ≥ K pairs.
+        k: K.
+        below: proved bound on the complement of all p.
+    """
+    p, d = ritz.vectors.shape
+    if k == p:
+        return below if p < d else 0.0
+    others = Ritz(ritz.values[k:], ritz.vectors[k:], ritz.images[k:])
+    return upper_values(others, below, 1)[0].item()
+
+
 def reach(ritz: Ritz, p: int, k: int, beta: float) -> float | None:
     """How clearly the first p of m > p pairs would prove "at most β missed"; None if they would not.
 
@@ -181,6 +196,7 @@ def finish(
     ritz: Ritz,
     k: int,
     upper: Tensor,
+    below: float | None,
     *,
     solver: str,
     precision: str,
@@ -196,6 +212,7 @@ def finish(
         ritz: K or more pairs.
         k: K.
         upper: (K + 1,) bounds of λ_1 … λ_{K+1}.
+        below: proved bound on the complement of all p vectors; None if there is none.
         solver: name for the certificate.
         precision: arithmetic for the certificate.
         bound_kind: how sure `upper` is.
@@ -225,7 +242,11 @@ def finish(
         constant=problem.constant,
         solver=solver,
         precision=precision,
-        rest=Rest(below=upper[k].item() + off if len(upper) > k else off, residual=residual + off),
+        rest=Rest(
+            below=upper[k].item() + off if len(upper) > k else off,
+            outside=math.inf if below is None else outside(ritz, k, below) + off,
+            residual=residual + off,
+        ),
         applied_error=off,
         bound_kind=bound_kind,
         fallbacks=fallbacks,

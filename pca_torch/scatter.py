@@ -82,41 +82,45 @@ class Scatter:
         seen = torch.linalg.matrix_norm((self._probe - self.matrix @ self._signs) / scale[:, None])
         return bound + PROBE_SAFETY * seen.item() / scale.min().item() / math.sqrt(PROBES)
 
-    def add(self, x: Tensor, w: Tensor | None = None) -> None:
-        """Add a chunk of float64 rows (n, D) with weights w > 0 (n,).
+    def add(self, rows: Tensor, w: Tensor | None = None) -> None:
+        """Add a chunk of rows (n, D) of any real dtype with weights w > 0 (n,).
 
         Where products are float32, rows far from the others are summed apart in float64: one sink
         token would drown the rest in its rounding, and drag the mean that they are centred by.
         """
+        rows = rows if rows.is_floating_point() else rows.double()
+        near = rows.mean(0, dtype=torch.float64)
+        x = rows - near  # float64, and ours to change
         if self.dtype == torch.float64:
-            self._add_centred(x, w, torch.float64)
+            self._add_shifted(x, near, w, torch.float64)
             return
-        size = (x - x.mean(0)).square().sum(1)
-        far = size > FAR**2 * size.median()
-        for rows, dtype in ((far, torch.float64), (~far, self.dtype)):
-            if bool(rows.any()):
-                self._add_centred(x[rows], None if w is None else w[rows], dtype)
+        size = torch.linalg.vector_norm(x, dim=1)
+        far = size > FAR * size.median()
+        if not bool(far.any()):
+            self._add_shifted(x, near, w, self.dtype)
+            return
+        for part, dtype in ((far, torch.float64), (~far, self.dtype)):
+            self._add_shifted(x[part], near, None if w is None else w[part], dtype)
 
-    def _add_centred(self, x: Tensor, w: Tensor | None, dtype: torch.dtype) -> None:
-        """Centre rows by their own mean and add their products, formed in `dtype`.
+    def _add_shifted(self, x: Tensor, near: Tensor, w: Tensor | None, dtype: torch.dtype) -> None:
+        """Centre rows x + near by their own mean, in place, and add their products, formed in `dtype`.
 
-        Centred twice: a mean that is off by its own last digit t would add n·ttᵀ, beyond which no column
-        can be seen that varies less.
+        They were shifted before: the mean of what is left shows the last digit t of the first, which would
+        add n·ttᵀ, beyond which no column can be seen that varies less.
         """
         if w is None:
             weight = weight_sq = float(len(x))
-            mean = x.mean(0)
-            x = x - mean
             low = x.mean(0)
             x -= low
         else:
             weight, weight_sq = w.sum().item(), w.square().sum().item()
-            mean = (w @ x) / weight
-            x = x - mean
+            for_all = (w @ x) / weight  # weighted, it is far from zero
+            x -= for_all
             low = (w @ x) / weight
-            x = (x - low) * w.sqrt()[:, None]
-        mean = mean + low
-        self._shift(len(x), weight, weight_sq, mean)
+            x -= low
+            x *= w.sqrt()[:, None]
+            low = for_all + low
+        self._shift(len(x), weight, weight_sq, near + low)
         self.depth = max(self.depth, len(x)) + 1
         add_gram(self._upper, x, dtype)
         if self.measured:

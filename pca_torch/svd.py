@@ -13,6 +13,7 @@ from pca_torch.precision import exact_arithmetic, unit_roundoff
 __all__ = ["robust_svd"]
 
 LinAlgError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
+LARGEST = 23169  # of the smaller side: beyond, the 4M² work numbers of `gesdd` overflow 32 bits
 ORTHONORMAL = 10.0  # |VVᵀ - I| over u·max(N, D); LAPACK's own tests pass up to 100, correct answers show 2
 
 
@@ -32,7 +33,7 @@ def robust_svd(a: Tensor) -> tuple[Tensor, Tensor, tuple[str, ...]]:
         of `a`, in its dtype or in float64 if that was needed; and one short sentence per failure.
 
     Raises:
-        ValueError: `a` has NaN or inf.
+        ValueError: `a` has NaN or inf, or is beyond LAPACK.
         LinAlgError: no algorithm found an answer.
         RuntimeError: it failed for another reason than numbers, such as memory.
 
@@ -41,6 +42,11 @@ def robust_svd(a: Tensor) -> tuple[Tensor, Tensor, tuple[str, ...]]:
     """
     if not bool(a.isfinite().all()):
         raise ValueError("`a` must be finite, got NaN or inf; drop those rows before the decomposition.")
+    if min(a.shape) > LARGEST and not a.is_cuda:
+        raise ValueError(
+            f"an SVD of {len(a)} × {a.shape[1]} is beyond LAPACK's {LARGEST}; "
+            "ask for few components and `svd_solver='krylov'`."
+        )
     tried: list[str] = []
     with exact_arithmetic(a.device):
         for name, attempt in _algorithms(a):

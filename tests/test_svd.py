@@ -203,3 +203,10 @@ def test_on_a_gpu_the_answer_is_that_of_the_cpu(dtype):
     assert tried == ()
     assert vh.is_cuda
     check(a, s.cpu(), vh.cpu(), dtype)
+
+
+def test_what_lapack_cannot_index_is_refused(monkeypatch):
+    monkeypatch.setattr(svd, "LARGEST", 3)
+    with pytest.raises(ValueError, match=r"an SVD of 9 × 4 is beyond LAPACK's 3; ask for few components"):
+        svd.robust_svd(torch.ones(9, 4))
+    svd.robust_svd(torch.ones(9, 3))

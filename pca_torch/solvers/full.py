@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pca_torch.bounds import Solved, assemble, constant_columns, factor_errors, standard_deviations
+from pca_torch.operators.base import product_noise
 from pca_torch.precision import Precision, component_dtype, exact_products, factor_noise, product_dtype
 from pca_torch.result import PCAResult
 from pca_torch.svd import robust_svd
@@ -71,6 +72,8 @@ def solve(
             floor=floor,
             values=s,
             perturbation=relative * s[0].item(),
+            # of float64 products, whatever the SVD ran in: its residual is that of the samples
+            applied_error=(product_noise(len(z)) + product_noise(z.shape[1])) * spectrum[0].item(),
             apply=lambda v: (v @ z.mT @ z) / divisor,
             n_samples=len(x),
             divisor=divisor,

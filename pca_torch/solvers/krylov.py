@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pca_torch import spectrum as spectra
-from pca_torch._checks import check_choice, free_memory
+from pca_torch._checks import as_components, check_choice, check_number, free_memory
 from pca_torch.basis import Basis, orthonormalise
 from pca_torch.bounds import Solved, assemble, check_count, kept
 from pca_torch.chebyshev import chebyshev
@@ -81,15 +81,16 @@ def solve(
         whiten: mark the result as whitening and drop directions that are null to rounding.
 
     Raises:
-        ValueError: `n_components` out of range, or a share that takes too many directions of a covariance
-            that was not formed.
+        ValueError: an argument is out of range, or a share takes too many directions of a covariance that
+            was not formed.
 
     Accuracy: what the certificate says. Where C was formed the proof is a Cholesky factorisation, else a
         random one with the stated probability. Too many components for an iteration to pay, or one that
         does not converge, go to the dense solver where C was formed, and the certificate says so.
     """
     check_choice(method, "method", ("auto", "lanczos", "chebyshev"))
-    problem = op.problem
+    check_number(tol, "tol", "a number > 0 or None", tol is None or tol > 0)
+    problem, n_components = op.problem, as_components(n_components)
     check_count(n_components, problem.n_samples, len(problem.mean))
     with exact_products(problem.mean.device):
         if problem.constant or problem.total_variance <= 0:
@@ -130,10 +131,9 @@ def _iterate(
         upper = upper_values(found.ritz, found.bound.below, found.k + 1)
         ritz = found.ritz if wide is None else _lifted(wide, found.ritz.vectors[: found.k], generator)
         precision = f"{problem.products} products, float64 iteration"
-        kind, notes = found.bound.kind, found.fallbacks
-        solved = finish(
-            op, ritz, found.k, upper, solver="krylov", precision=precision, bound_kind=kind, fallbacks=notes
-        )
+        below = found.bound.below if wide is None else None
+        names = {"solver": "krylov", "precision": precision, "bound_kind": found.bound.kind}
+        solved = finish(op, ritz, found.k, upper, below, fallbacks=found.fallbacks, **names)
         return _limited(solved, found.k, tol)
     if isinstance(op, Dense):
         return covariance.whole(op, n_components, (f"krylov: {n_components} takes too many products",))
@@ -254,4 +254,4 @@ def _nothing(op: Operator, n_components: float | None) -> Solved:
     eye = torch.eye(k, d, dtype=torch.float64, device=problem.mean.device)
     nothing = Ritz(eye.new_zeros(k), eye, torch.zeros_like(eye))
     upper = eye.new_full((k + 1,), problem.total_variance)
-    return finish(op, nothing, k, upper, solver="krylov", precision=f"{problem.products} products")
+    return finish(op, nothing, k, upper, None, solver="krylov", precision=f"{problem.products} products")

@@ -128,7 +128,9 @@ def _proved(
         bound = probe(rows, ritz, generator, products=PROBE_PRODUCTS)
     upper = upper_values(ritz, bound.below, k + 1)
     precision = f"{problem.products} products, float64 sketch"
-    return finish(rows, ritz, k, upper, solver="randomized", precision=precision, bound_kind=bound.kind)
+    return finish(
+        rows, ritz, k, upper, bound.below, solver="randomized", precision=precision, bound_kind=bound.kind
+    )
 
 
 def _count(rows: Rows | Sparse, ritz: Ritz, n_components: float | None, spare: int) -> int | None:

@@ -1,0 +1,60 @@
+"""What do the stored results say? The README's table, from the last line of each case in `bench/results/`."""
+
+import argparse
+import json
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+HEAD = "| job | against | time ratio | accuracy beside it |\n|---|---|---|---|"
+
+
+def lines(folder: Path, script: str) -> dict[str, dict]:
+    """The last line of each case of one script, in the order of the first."""
+    path = folder / f"{script}.jsonl"
+    if not path.exists():
+        return {}
+    return {line["case"]: line for line in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+
+
+def ratio(line: dict) -> str:
+    """Median and range of the ratio of seconds."""
+    return f"{line['ratio']:.2f} ({line['ratio_min']:.2f}–{line['ratio_max']:.2f})"
+
+
+def rows(folder: Path) -> list[str]:
+    """Rows of the table."""
+    found = []
+    for case, line in lines(folder, "symmetric_product").items():
+        error = line["errors"]
+        beside = f"entries off by {error['error']:.0e}, the plain product's by {error['plain_error']:.0e}"
+        found.append((f"XᵀX of {line['n']}×{line['d']}, {case}", "the plain product", ratio(line), beside))
+    for case, line in lines(folder, "streaming").items():
+        beside = f"share short by {line['errors']['missed']:.0e}"
+        job = f"top {line['k']} of a stream {line['n']}×{line['d']}, {line['precision']} products, {case}"
+        found.append((job, "TorchDR `ExactIncrementalPCA`, two passes", ratio(line), beside))
+    for case, line in lines(folder, "top_k").items():
+        error = line["errors"]
+        beside = f"missed at most {error['bound']:.0e} of the total, {error['bound_dir']:.0e} of λ_K"
+        job = f"top {line['k']} of {line['n']}×{line['d']}, {case}"
+        found.append((job, "`torch.linalg.svd`", ratio(line), beside))
+    for case, line in lines(folder, "all_components").items():
+        error = line["errors"]
+        beside = f"variances off by {error['error']:.0e}·λ₁, the SVD's by {error['svd_error']:.0e}·λ₁"
+        job = f"all of {line['n']}×{line['d']}, {case}"
+        found.append((job, "`torch.linalg.svd`", ratio(line), beside))
+    for case, line in lines(folder, "share").items():
+        beside = f"K = {line['errors']['k']:.0f}, the truth is {line['errors']['true_k']:.0f}"
+        job = f"a share of {case}, {line['n']}×{line['d']}"
+        found.append((job, "`torch.linalg.svd`", ratio(line), beside))
+    return [f"| {' | '.join(cells)} |" for cells in found]
+
+
+def main() -> None:
+    """Print the table."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON lines")
+    print("\n".join([HEAD, *rows(options.parse_args().out)]))
+
+
+if __name__ == "__main__":
+    main()
