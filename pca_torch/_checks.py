@@ -230,6 +230,38 @@ def check_number(value: Any, name: str, allowed: str, ok: bool) -> None:
         raise ValueError(f"`{name}` must be {allowed}, got {value!r}.")
 
 
+def check_positive(value: Any, name: str) -> None:
+    """Refuse what is neither None nor a number above zero.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    check_number(value, name, "a number > 0 or None", value is None or (number and float(value) > 0))
+
+
+def check_whole(value: Any, name: str, least: int) -> None:
+    """Refuse what is no integer from `least` on.
+
+    Raises:
+        ValueError: it is none.
+    """
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    allowed = "a positive integer" if least == 1 else f"an integer ≥ {least}"
+    check_number(value, name, allowed, whole and int(value) >= least)
+
+
+def check_seed(random_state: Any) -> None:
+    """Refuse what is no seed, no generator and not None.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    whole = isinstance(random_state, numbers.Integral) and not isinstance(random_state, bool)
+    fine = random_state is None or whole or isinstance(random_state, torch.Generator)
+    check_number(random_state, "random_state", "an integer, a `torch.Generator` or None", fine)
+
+
 def check_ddof(ddof: Any) -> None:
     """Refuse delta degrees of freedom that are no number ≥ 0.
 

@@ -30,8 +30,11 @@ def orthonormalise(w: Tensor, basis: Tensor, noise: float = 0.0) -> tuple[Tensor
     first = basis @ w.mT
     inside = first
     for attempt in range(PASSES):
-        w, left = _normalised(w - inside.mT @ basis, gently=attempt > 0)
-        w = w[left > (DEPENDENT if attempt else noise)]
+        residual = w - inside.mT @ basis
+        w, left = _normalised(residual, gently=attempt > 0)
+        keep = left > (DEPENDENT if attempt else noise)
+        # later rows were freed of the arbitrary direction of a dropped one: factor without it
+        w = w if bool(keep.all()) else _normalised(residual[: len(keep)][keep], gently=False)[0]
         if not len(w) or (attempt and bool((left > 0.7).all())):
             break
         inside = basis @ w.mT

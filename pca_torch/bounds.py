@@ -170,9 +170,9 @@ def check_count(n_components: float | None, n: int, d: int) -> None:
     """Refuse more components than there are.
 
     Raises:
-        ValueError: an int above min(N, D).
+        ValueError: an int outside 0..min(N, D).
     """
-    if isinstance(n_components, int) and n_components > min(n, d):
+    if isinstance(n_components, int) and not 0 <= n_components <= min(n, d):
         raise ValueError(
             f"`n_components` must be in 0..{min(n, d)}, the smaller of {n} samples and {d} features, "
             f"got {n_components}."
@@ -236,12 +236,13 @@ def _separation(solved: Solved, spectrum: Tensor, k: int, missed: float) -> tupl
     two computed values. Then sin θ ≤ ‖CV - VΘ‖ / gap (Davis & Kahan, 1970), and sin² θ ≤ missed / gap:
     whatever is left out of the K leading directions holds λ_K at least, what stands in for it λ_{K+1}.
     """
-    if k == 0:
-        return 0.0, 0.0
+    if k in {0, len(solved.mean)}:
+        return 0.0, _gap(spectrum, k)
+    if solved.constant:
+        return math.pi / 2, 0.0
     if solved.rest is None:
         values = spectrum if solved.values is None else solved.values
-        turned = sine_bound(solved.perturbation, _gap(values, k)) if k < len(solved.mean) else 0.0
-        return turned, _gap(spectrum, k)
+        return sine_bound(solved.perturbation, _gap(values, k)), _gap(spectrum, k)
     known = k < len(spectrum)
     following = (spectrum[k] + solved.error[k]).item() if known else solved.rest.below
     gap = spectrum[k - 1].item() - solved.perturbation - following
@@ -283,11 +284,14 @@ def _missed(solved: Solved, spectrum: Tensor, span: Span, components: Tensor) ->
 def _outside(solved: Solved, spectrum: Tensor, components: Tensor) -> float:
     """Bound on C outside of the span of the stored components.
 
-    Rows that are off by ‖Δ‖_F ≤ u√K let (u√K)²λ₁ of the kept directions out.
+    Rows that are off by ‖Δ‖_F ≤ u√K let x = aV + bW with |a| ≤ u√K out, where xᵀCx is at most
+    a²λ₁ + 2ab‖CV - VΘ‖ more than for W alone.
     """
     k, top = len(components), spectrum[0].item() if len(spectrum) else 0.0
-    leaked = k * unit_roundoff(components.dtype) ** 2 * top
+    bent = math.sqrt(k) * unit_roundoff(components.dtype)
+    leaked = bent**2 * top
     if solved.rest is not None:
+        leaked += 2 * bent * solved.rest.residual
         return solved.rest.outside + leaked if k == len(spectrum) else math.inf
     following = spectrum[k].item() if k < len(spectrum) else 0.0
     return following + solved.error.max().item() + leaked

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pca_torch.basis import orthonormalise
+from pca_torch.linalg import gaussian
 from pca_torch.operators.base import Operator
 from pca_torch.precision import unit_roundoff
 from pca_torch.prover import Found, Prover
@@ -44,8 +45,7 @@ def chebyshev(op: Operator, k: int, prover: Prover, *, generator: torch.Generato
     p = min(d, k + max(k // 2, 32))
 
     def fresh(rows: int, others: Tensor) -> Tensor:
-        start = torch.randn(rows, d, generator=generator, dtype=torch.float64, device=generator.device)
-        return orthonormalise(start.to(like.device), others)[0]
+        return orthonormalise(gaussian(rows, d, generator, like.device), others)[0]
 
     block = orthonormalise(op.apply(fresh(p, none)), none)[0]
     for _ in range(ROUNDS):

@@ -10,11 +10,14 @@ from torch import Tensor
 
 from pca_torch.basis import Basis, orthonormalise
 from pca_torch.eigen import one_thread
+from pca_torch.linalg import gaussian
 from pca_torch.operators.base import Operator
+from pca_torch.precision import unit_roundoff
 from pca_torch.ritz import Ritz
 
 __all__ = ["Bound", "cholesky_proves", "probe", "trace_bound"]
 
+U64 = unit_roundoff(torch.float64)
 PROBE_COLUMNS = 16
 PROBE_PRODUCTS = 24  # blocks after which a bound within 2 % is as good as it gets
 FAILURE = 1e-11  # probability of one probe to be wrong; ten of them stay below what is stated
@@ -32,8 +35,8 @@ class Bound:
 def cholesky_proves(matrix: Tensor, ritz: Ritz, s: float, noise: float) -> float | None:
     """A proved bound on C over the complement of Ritz vectors, a little above `s`; None if `s` is too small.
 
-    S = sI - C + V(Θ + gI)Vᵀ with g = 10⁴ s has a Cholesky factor only if it is positive definite; its Schur
-    complement then says that C on the complement is below sI - EEᵀ/g.
+    S = sI - C + V(Θ + gI)Vᵀ has a Cholesky factor only if it is positive definite, and xᵀSx = s - xᵀCx on the
+    complement. g = 10⁴ s makes room for the residual, which couples the two: without it S is indefinite.
 
     Args:
         matrix: (D, D) C.
@@ -48,7 +51,8 @@ def cholesky_proves(matrix: Tensor, ritz: Ritz, s: float, noise: float) -> float
     _, failed = torch.linalg.cholesky_ex(shifted, check_errors=False)
     if int(failed):
         return None
-    return s + noise * (ritz.values[0].item() + g)
+    # the factor's own error is u·tr S at most, of which p·g is in the directions that were lifted
+    return s + noise * (ritz.values[0].item() + g) + U64 * len(ritz.values) * g
 
 
 def trace_bound(ritz: Ritz, total: float, noise: float) -> Bound:
@@ -94,14 +98,14 @@ def probe(
         return by_trace
     generator = generator or torch.Generator().manual_seed(n)
     columns = min(PROBE_COLUMNS, n)
-    start = torch.randn(columns, d, generator=generator, dtype=torch.float64, device=generator.device)
+    start = gaussian(columns, d, generator, v.device)
 
     def apply(x: Tensor) -> Tensor:
         y = op.apply(x)
         return y - (y @ v.mT) @ v
 
     basis = Basis(apply, like=v, room=columns * products, keep_images=False)
-    block, _ = orthonormalise(start.to(v.device), v)
+    block, _ = orthonormalise(start, v)
     reach = math.acosh(max(1.0, math.sqrt(2 * n / math.pi) * FAILURE ** (-1 / columns)))
     best = by_trace
     top = ritz.values[0].item() if p else 0.0
@@ -109,7 +113,7 @@ def probe(
         if not len(block):
             break
         block = basis.append(block, op.noise)
-        with one_thread():
+        with one_thread(basis.size):
             xi = torch.linalg.eigvalsh(basis.projected)[-1].item()
         below = max(0.0, xi) * math.cosh(reach / (2 * q - 1)) ** 2 + op.noise * top
         if below < best.below:

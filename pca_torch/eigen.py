@@ -47,13 +47,16 @@ def eigenpairs(matrix: Tensor, choose: Callable[[Tensor], int] | None = None) ->
 
 
 @contextmanager
-def one_thread() -> Generator[None]:
-    """Small eigenproblems inside run on one thread.
+def one_thread(rows: int) -> Generator[None]:
+    """An eigenproblem of so many rows inside runs on one thread, if it is small.
 
     Threaded LAPACK waits for busy cores: two milliseconds of work on 200 rows then take half a second.
+
+    Args:
+        rows: of the matrix.
     """
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1 if rows <= SUBSET_FROM else before)
     try:
         yield
     finally:

@@ -9,7 +9,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from pca_torch._checks import as_components, as_rows, check_choice, check_ddof, check_number
+from pca_torch._checks import (
+    as_components,
+    as_rows,
+    check_choice,
+    check_ddof,
+    check_positive,
+    check_seed,
+    check_whole,
+)
 from pca_torch.moments import Moments
 from pca_torch.precision import Precision
 from pca_torch.result import Certificate, PCAResult
@@ -44,7 +52,7 @@ class PCA(nn.Module):
             what "auto" takes.
         whiten: scores have unit variance; directions that are null to rounding are dropped.
         center: subtract the mean.
-        standardize: divide each feature by its standard deviation.
+        standardize: divide each feature by its standard deviation, or root mean square if not centred.
         ddof: delta degrees of freedom of the divisor N - ddof.
         tol: share of the total variance that "krylov" may miss; None is 1e-6.
         n_oversamples: directions that "randomized" sketches beyond K.
@@ -90,9 +98,10 @@ class PCA(nn.Module):
         check_choice(precision, "precision", ("auto", "float32", "float64"))
         check_choice(nonfinite, "nonfinite", ("raise", "drop"))
         check_ddof(ddof)
-        check_number(tol, "tol", "None or a number > 0", tol is None or tol > 0)
-        check_number(n_oversamples, "n_oversamples", "an integer ≥ 0", n_oversamples >= 0)
-        check_number(n_iter, "n_iter", "an integer ≥ 0", n_iter >= 0)
+        check_positive(tol, "tol")
+        check_whole(n_oversamples, "n_oversamples", 0)
+        check_whole(n_iter, "n_iter", 0)
+        check_seed(random_state)
         self.n_components = n_components
         self.svd_solver = svd_solver
         self.whiten = whiten

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pca_torch._checks import as_mask, as_rows, as_weights, check_choice, check_number, select_rows
+from pca_torch._checks import as_mask, as_rows, as_weights, check_choice, check_whole, select_rows
 from pca_torch.precision import exact_products, unit_roundoff
 
 __all__ = ["BUFFER_ROWS", "CHUNK_ROWS", "Intake", "divisor_of"]
@@ -29,11 +29,9 @@ class Intake:
     """
 
     def __init__(self, n_features: int, nonfinite: Literal["raise", "drop"]) -> None:
-        check_number(
-            n_features, "n_features", "a positive integer", isinstance(n_features, int) and n_features > 0
-        )
+        check_whole(n_features, "n_features", 1)
         check_choice(nonfinite, "nonfinite", ("raise", "drop"))
-        self.n_features = n_features
+        self.n_features = int(n_features)
         self.nonfinite: Literal["raise", "drop"] = nonfinite
         self.n_dropped = 0  # rows skipped under nonfinite="drop"
         self.dtype: torch.dtype | None = None  # the coarsest dtype that came in

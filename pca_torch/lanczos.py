@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pca_torch.basis import Basis, orthonormalise
+from pca_torch.linalg import gaussian
 from pca_torch.operators.base import Operator
 from pca_torch.prover import Found, Prover
 from pca_torch.ritz import rayleigh_ritz
@@ -52,9 +53,8 @@ def lanczos(
 
     def fresh(*others: Tensor) -> Tensor:
         """Random rows apart from all there are: for copies of a tie, or when the space is exhausted."""
-        start = torch.randn(block, d, generator=generator, dtype=torch.float64, device=generator.device)
         apart = torch.cat([basis.rows, *others]) if others else basis.rows
-        return orthonormalise(start.to(like.device), apart)[0]
+        return orthonormalise(gaussian(block, d, generator, like.device), apart)[0]
 
     following, due, k = fresh(), 0, None
     while basis.products < effort:

@@ -7,7 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["add_gram", "fix_signs", "generator_from", "mirror", "panels", "rademacher"]
+from pca_torch._checks import check_seed
+
+__all__ = ["add_gram", "fix_signs", "gaussian", "generator_from", "mirror", "panels", "rademacher", "two_sum"]
 
 PANELS = 8  # block rows of a symmetric product: 36 of 64 blocks are computed
 PLAIN_BELOW = 512  # columns under which one product beats eight
@@ -73,12 +75,40 @@ def rademacher(d: int, columns: int, device: torch.device) -> Tensor:
     return (2 * signs - 1).double().to(device)
 
 
+def gaussian(rows: int, d: int, generator: torch.Generator, device: torch.device) -> Tensor:
+    """Normal numbers (rows, d) in float64 on `device`, drawn where the generator is.
+
+    Args:
+        rows: how many.
+        d: of how many features.
+        generator: their source.
+        device: where they are wanted.
+    """
+    return torch.randn(rows, d, generator=generator, dtype=torch.float64, device=generator.device).to(device)
+
+
+def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The rounded sum, and what rounding took from it, exactly (Knuth, TAOCP 2, §4.2.2).
+
+    Args:
+        a: a number or many.
+        b: as many.
+    """
+    total = a + b
+    part = total - a
+    return total, (a - (total - part)) + (b - part)
+
+
 def generator_from(random_state: int | torch.Generator | None) -> torch.Generator:
     """The generator of a randomised solver; the global one is never touched.
 
     Args:
         random_state: a seed, a generator, which moves on, or None for seed 0.
+
+    Raises:
+        ValueError: anything else.
     """
+    check_seed(random_state)
     if isinstance(random_state, torch.Generator):
         return random_state
     return torch.Generator("cpu").manual_seed(0 if random_state is None else int(random_state))

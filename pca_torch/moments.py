@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pca_torch._checks import check_choice, check_number, require_square
+from pca_torch._checks import check_choice, check_number, check_whole, require_square
 from pca_torch.intake import BUFFER_ROWS, CHUNK_ROWS, Intake, divisor_of
 from pca_torch.precision import Precision, exact_products, product_dtype
 from pca_torch.scatter import Scatter
@@ -46,7 +46,7 @@ class Moments:
         nonfinite: Literal["raise", "drop"] = "raise",
     ) -> None:
         self._intake = Intake(n_features, nonfinite)
-        check_number(groups, "groups", "a positive integer", isinstance(groups, int) and groups > 0)
+        check_whole(groups, "groups", 1)
         check_choice(precision, "precision", ("auto", "float32", "float64"))
         self.n_features = n_features
         self.groups = groups
@@ -199,7 +199,7 @@ class Moments:
         if (other.n_features, other.groups) != (self.n_features, self.groups):
             raise ValueError(
                 f"`other` has {other.n_features} features in {other.groups} groups, "
-                f"this statistic has {self.n_features} in {self.groups}."
+                f"this statistic has {self.n_features} in {self.groups}; merge statistics of the same kind."
             )
         other.flush()
         self.flush()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pca_torch._checks import check_choice, require_square
 from pca_torch.intake import BUFFER_ROWS, CHUNK_ROWS, Intake, divisor_of
+from pca_torch.linalg import two_sum
 from pca_torch.precision import Precision, exact_products, factor_noise, product_dtype, unit_roundoff
 
 __all__ = ["RFactor"]
@@ -285,7 +286,7 @@ def _centred(x: Tensor, w: Tensor | None) -> _Factor:
     z = x - first
     second = z.mean(0) if share is None else share @ z
     z = z - second
-    mean, low = _two_sum(first, second)
+    mean, low = two_sum(first, second)
     if w is None:
         return _Factor(len(x), float(len(x)), float(len(x)), mean, low, z, 0.0)
     return _Factor(len(x), w.sum().item(), w.square().sum().item(), mean, low, z * w.sqrt()[:, None], 0.0)
@@ -309,8 +310,8 @@ def _merged(a: _Factor, b: _Factor, work: torch.dtype) -> _Factor:
     share = b.weight / weight
     delta = (b.mean - a.mean) + (b.low - a.low)
     stack = torch.cat([a.r, b.r, math.sqrt(a.weight * share) * delta[None]])
-    mean, low = _two_sum(a.mean, delta * share)
-    mean, low = _two_sum(mean, low + a.low)
+    mean, low = two_sum(a.mean, delta * share)
+    mean, low = two_sum(mean, low + a.low)
     m, k = len(stack), min(stack.shape)
     own = factor_noise(m, k, work) + 8 * U64 * math.sqrt(k)
     return _Factor(
@@ -335,10 +336,3 @@ def _triangular(stack: Tensor, work: torch.dtype) -> Tensor:
     size = stack.abs().amax(0)
     unit = torch.where(size > 0, size.log2().floor().exp2(), 1.0)
     return torch.linalg.qr((stack / unit).to(work), mode="r").R.double() * unit
-
-
-def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """A + b and what rounding took from it, both exact (Knuth, TAOCP vol. 2, §4.2.2)."""
-    total = a + b
-    part = total - a
-    return total, (a - (total - part)) + (b - part)

@@ -74,7 +74,7 @@ def rayleigh_ritz(
     if projected is None:
         projected = rows @ images.mT
         projected = (projected + projected.mT) / 2
-    with one_thread() if len(rows) < 512 else torch.no_grad():
+    with one_thread(len(rows)):
         values, turn = torch.linalg.eigh(projected)
     turn = turn.mT.flip(0)[:keep]
     return Ritz(values.flip(0)[:keep], turn @ rows, turn @ images)
@@ -101,7 +101,7 @@ def upper_values(ritz: Ritz, below: float, count: int) -> Tensor:
     smallest = min(largest, max(last / 8, norms[: max(count, 1)].min().item() if p else 0.0, U64 * top))
     spaced = torch.logspace(math.log10(smallest), math.log10(largest), STEPS, dtype=torch.float64)
     bounds = [_majorant(ritz, below, delta, count) for delta in spaced.tolist()]
-    return torch.stack(bounds).amin(0)
+    return torch.stack(bounds).amin(0).to(ritz.values.device)
 
 
 def _majorant(ritz: Ritz, below: float, delta: float, count: int) -> Tensor:
@@ -114,9 +114,9 @@ def _majorant(ritz: Ritz, below: float, delta: float, count: int) -> Tensor:
 
 def _head(ritz: Ritz, delta: float) -> Tensor:
     """Eigenvalues of Θ + G/δ (p,), descending, rounded up."""
-    matrix = ritz.values.diag() + ritz.gram / delta
+    matrix = (ritz.values.diag() + ritz.gram / delta).cpu()  # where small problems are solved in a moment
     rounding = 4 * U64 * math.sqrt(len(matrix)) * torch.linalg.matrix_norm(matrix)
-    with one_thread():
+    with one_thread(len(matrix)):
         return torch.linalg.eigvalsh(matrix).flip(0) + rounding
 
 
@@ -155,8 +155,8 @@ def reach(ritz: Ritz, p: int, k: int, beta: float) -> float | None:
         return None
     if ritz.gram.diagonal()[:k].sum().item() > beta * delta:  # by Ky Fan that much is added at least
         return None
-    missed = _head(ritz.first(p), delta)[:k].clamp_min(c).sum() - ritz.values[:k].sum()
-    return delta / max(off, U64 * c) if missed.item() <= beta else None
+    missed = _head(ritz.first(p), delta)[:k].clamp_min(c).sum().item() - ritz.values[:k].sum().item()
+    return delta / max(off, U64 * c) if missed <= beta else None
 
 
 def room(ritz: Ritz, k: int, beta: float) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +10,6 @@ from torch import Tensor
 from pca_torch.eigen import one_thread
 
 __all__ = ["Span"]
-
-SMALL = 512  # rows up to which an eigenproblem is faster on one thread
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class Span:
         image = torch.linalg.solve_triangular(factor, applied, upper=False)
         inner = image @ w.mT
         inner = (inner + inner.mT) / 2
-        with one_thread() if len(v) <= SMALL else nullcontext():
+        with one_thread(len(v)):
             least = torch.linalg.eigvalsh(inner)[0].item()
         residual = torch.linalg.vector_norm(image - inner @ w).item()
         return cls(inner.trace().item(), least, residual)

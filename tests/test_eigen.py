@@ -83,12 +83,14 @@ def test_small_problems_take_all(monkeypatch):
     assert len(eigenpairs(turned(power(D)), lambda _: 1)[1]) == D
 
 
-def test_one_thread_gives_the_others_back():
+def test_small_problems_run_on_one_thread_which_gives_the_others_back():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with pytest.raises(ZeroDivisionError), one_thread():
+        with pytest.raises(ZeroDivisionError), one_thread(eigen.SUBSET_FROM):
             _ = 1 // (torch.get_num_threads() - 1)
         assert torch.get_num_threads() == 2
+        with one_thread(eigen.SUBSET_FROM + 1):  # large ones gain by all of them
+            assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

@@ -11,7 +11,7 @@ from pca_torch.bounds import check_total, constant_columns, standard_deviations
 from pca_torch.operators.base import Problem
 from pca_torch.precision import unit_roundoff
 
-__all__ = ["Columns", "check_divisor", "facts", "two_sum"]
+__all__ = ["Columns", "check_divisor", "facts"]
 
 U64 = unit_roundoff(torch.float64)
 ENTRY = 16  # an entry is shifted twice, scaled and weighted, on both sides of its square, with room of two
@@ -51,21 +51,6 @@ def check_divisor(n: int, weight: float, weight_sq: float, ddof: float) -> float
             f"`ddof` = {ddof} needs more than {ddof} samples, got {n}; give more, or pass ddof=0."
         )
     return divisor
-
-
-def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The rounded sum of two numbers, and exactly what rounding left over.
-
-    A mean in one float64 is off by its last digit, which is u·|mean|/std of a standard deviation.
-    Source: Knuth, The Art of Computer Programming 2, §4.2.2.
-
-    Args:
-        a: one.
-        b: the other, same shape.
-    """
-    total = a + b
-    back = total - a
-    return total, (a - (total - back)) + (b - back)
 
 
 def facts(columns: Columns, *, center: bool, standardize: bool, ddof: float) -> Problem:

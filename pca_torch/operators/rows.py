@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from pca_torch._checks import free_memory
-from pca_torch.linalg import add_gram, mirror
+from pca_torch.linalg import add_gram, mirror, two_sum
 from pca_torch.operators.base import product_noise
-from pca_torch.operators.columns import Columns, check_divisor, facts, two_sum
+from pca_torch.operators.columns import Columns, check_divisor, facts
 from pca_torch.precision import exact_products, unit_roundoff
 
 __all__ = ["Rows"]

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ class Sparse:
         center: subtract the mean; without it the second moment is multiplied.
         standardize: divide each column by its standard deviation.
         ddof: delta degrees of freedom of the divisor.
+        nonfinite: "raise" refuses NaN and inf, "drop" leaves out such rows.
 
     Raises:
         TypeError: complex entries, or integers that float64 cannot hold.
@@ -57,13 +58,14 @@ class Sparse:
         center: bool = True,
         standardize: bool = False,
         ddof: float = 1,
+        nonfinite: Literal["raise", "drop"] = "raise",
     ) -> None:
         with _beta_unsaid():
             by_rows, dtype = _as_csr(x)
             with exact_products(by_rows.device):
                 self.n_rows = by_rows.shape[0]  # of what `gather` takes, rows of weight zero included
                 w = by_rows.values().new_ones(self.n_rows) if weights is None else weights
-                by_rows = _counted(by_rows, w)
+                by_rows, w, dropped = _counted(by_rows, w, nonfinite)
                 self._root = w.sqrt()[:, None]  # r
                 self._weight = w.sum().item()
                 check_divisor(int((w > 0).sum()), self._weight, w.square().sum().item(), ddof)
@@ -71,7 +73,7 @@ class Sparse:
                 columns = _columns(by_columns, w, dtype)
                 self.problem = facts(columns, center=center, standardize=standardize, ddof=ddof)
                 self._center = center
-                if weights is not None:
+                if weights is not None or dropped:
                     each = self._root[:, 0].repeat_interleave(by_rows.crow_indices().diff())
                     by_rows, by_columns = _with_values(by_rows, by_rows.values() * each), None
                 self._by_rows = _narrow(by_rows)
@@ -216,8 +218,11 @@ def _ascending(starts: Tensor, places: Tensor) -> bool:
     return bool(rises.all())
 
 
-def _counted(x: Tensor, w: Tensor) -> Tensor:
+def _counted(x: Tensor, w: Tensor, nonfinite: str) -> tuple[Tensor, Tensor, int]:
     """Rows of weight zero emptied, whatever they hold: 0·NaN is NaN.
+
+    Returns:
+        The rows, their weights, and how many were dropped.
 
     Raises:
         ValueError: a row that counts has NaN or inf; with the number of such rows.
@@ -226,13 +231,18 @@ def _counted(x: Tensor, w: Tensor) -> Tensor:
         left_out = (w == 0).repeat_interleave(x.crow_indices().diff())
         x = _with_values(x, x.values().masked_fill(left_out, 0))
     bad = ~x.values().isfinite()
+    dropped = 0
     if bool(bad.any()):
         rows = torch.searchsorted(x.crow_indices().long(), bad.nonzero()[:, 0], right=True).unique()
-        raise ValueError(
-            f"`x` has {len(rows)} of {x.shape[0]} samples with NaN or inf. Leave them out with `mask`, "
-            "or capture in bfloat16: float16 overflows at 65504."
-        )
-    return x
+        if nonfinite == "raise":
+            raise ValueError(
+                f"`x` has {len(rows)} of {x.shape[0]} samples with NaN or inf. Drop them (nonfinite='drop'), "
+                "or capture in bfloat16: float16 overflows at 65504."
+            )
+        dropped, w = len(rows), w.clone()
+        w[rows - 1] = 0
+        x = _counted(x, w, "raise")[0]
+    return x, w, dropped
 
 
 def _transposed(x: Tensor) -> Tensor:

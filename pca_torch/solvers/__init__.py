@@ -16,6 +16,9 @@ from pca_torch._checks import (
     as_weights,
     check_choice,
     check_ddof,
+    check_positive,
+    check_seed,
+    check_whole,
     select_rows,
 )
 from pca_torch.moments import Moments
@@ -88,13 +91,14 @@ def decompose(
         mask: 0/1 with the leading shape of the samples.
         weights: importance ≥ 0 of each sample, same shape.
         center: subtract the mean.
-        standardize: divide each column by its standard deviation.
+        standardize: divide each column by its standard deviation, or root mean square if not centred.
         whiten: scores of `transform` have unit variance; null directions are dropped.
         ddof: delta degrees of freedom.
         tol: share of the total variance that `krylov` may miss; None is 1e-6.
         n_oversamples: columns of the sketch of `randomized` beyond K.
         n_iter: its power iterations.
-        precision: arithmetic of the products.
+        precision: arithmetic of the products; sparse samples, files that are read in passes, wide samples
+            of `krylov` and all of `randomized` are always multiplied in float64.
         random_state: seed or generator of `randomized` and `krylov`; None is a fixed seed.
         nonfinite: "raise" or "drop" samples with NaN or inf.
 
@@ -104,7 +108,12 @@ def decompose(
     """
     check_choice(svd_solver, "svd_solver", ("auto", *SOLVERS))
     check_choice(nonfinite, "nonfinite", ("raise", "drop"))
+    check_choice(precision, "precision", ("auto", "float32", "float64"))
     check_ddof(ddof)
+    check_positive(tol, "tol")
+    check_whole(n_oversamples, "n_oversamples", 0)
+    check_whole(n_iter, "n_iter", 0)
+    check_seed(random_state)
     task = _Task(
         as_components(n_components),
         svd_solver,
@@ -277,7 +286,7 @@ def _of_sparse(x: Any, mask: Any, weights: Any, task: _Task) -> PCAResult:
     keep, w = as_mask(mask, shape, device), as_weights(weights, shape, device)
     if keep is not None:
         w = keep.double() if w is None else w * keep
-    op = Sparse(x, w, **task.matrix)
+    op = Sparse(x, w, nonfinite=task.nonfinite, **task.matrix)
     if task.solver == "randomized":
         return randomized.solve(op, task.n_components, whiten=task.whiten, **task.sketch)
     return krylov.solve(op, task.n_components, whiten=task.whiten, **task.iteration)

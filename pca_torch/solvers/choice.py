@@ -49,7 +49,7 @@ def choose_solver(
         d: features.
         k: components, a share, or None for all.
         dtype: of the data.
-        device: of the data.
+        device: of the data; it decides nothing today.
         again: whether the samples can be read again: in memory or on disk, not a statistic.
         sparse: whether they are sparse.
     """
@@ -63,7 +63,8 @@ def choose_solver(
         return "krylov"
     if again and n <= d:
         return "full"
-    return "tsqr" if again and dtype == torch.float64 and k in {None, 1.0} else "covariance_eigh"
+    everything = k is None or (isinstance(k, float) and k == 1)
+    return "tsqr" if again and dtype == torch.float64 and everything else "covariance_eigh"
 
 
 def square_fits(d: int) -> bool:

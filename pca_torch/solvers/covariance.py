@@ -39,7 +39,7 @@ def solve(
     Raises:
         ValueError: too few rows for `ddof`, or `n_components` out of range.
 
-    Accuracy: every variance is off by at most ‖E‖ + 8u√D·λ₁, so those below √u·σ₁ are lost where
+    Accuracy: every variance is off by at most ‖E‖ + (D + 8)u·λ₁, so those below √u·σ₁ are lost where
     an SVD of the samples keeps them: κ(XᵀX) = κ(X)².
     """
     with exact_products(moments.mean.device):

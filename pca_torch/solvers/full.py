@@ -7,7 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-from pca_torch.bounds import Solved, assemble, constant_columns, factor_errors, standard_deviations
+from pca_torch.bounds import (
+    Solved,
+    assemble,
+    check_count,
+    constant_columns,
+    factor_errors,
+    standard_deviations,
+)
 from pca_torch.operators.base import product_noise
 from pca_torch.precision import Precision, component_dtype, exact_products, factor_noise, product_dtype
 from pca_torch.result import PCAResult
@@ -46,6 +53,7 @@ def solve(
 
     Accuracy: backward stable, each singular value is off by a few u·σ₁; see `factor_noise`.
     """
+    check_count(n_components, *x.shape)
     divisor = _divisor(len(x), weights, ddof)
     work = product_dtype(x.dtype, x.device, precision)
     with exact_products(x.device):

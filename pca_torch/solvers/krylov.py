@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 
 from pca_torch import spectrum as spectra
-from pca_torch._checks import as_components, check_choice, check_number, free_memory
-from pca_torch.basis import Basis, orthonormalise
+from pca_torch._checks import as_components, check_choice, check_positive, free_memory
+from pca_torch.basis import Basis
 from pca_torch.bounds import Solved, assemble, check_count, kept
 from pca_torch.chebyshev import chebyshev
 from pca_torch.complement import Bound
 from pca_torch.eigen import eigenpairs
+from pca_torch.formed import covariance_of, gram_of, lifted
 from pca_torch.lanczos import lanczos
 from pca_torch.linalg import generator_from
-from pca_torch.operators import Dense, OnDisk, Operator, Problem, Rows
+from pca_torch.operators import Dense, OnDisk, Operator, Rows, Sparse
 from pca_torch.precision import component_dtype, exact_products
 from pca_torch.prover import DIRECTIONS, Found, Prover
 from pca_torch.result import PCAResult
-from pca_torch.ritz import Ritz, finish, rayleigh_ritz, upper_values
+from pca_torch.ritz import Ritz, finish, upper_values
 from pca_torch.solvers import covariance
 
 __all__ = ["Method", "pays", "solve"]
@@ -33,7 +34,7 @@ DENSE_UP_TO = 512  # dimensions that a dense eigenproblem takes a fraction of a 
 FEW = 10  # K up to a tenth of the dimensions is worth an iteration
 SHARE_DIRECTIONS = 8  # a share that takes up to this part of the dimensions is worth one too
 BLOCK = 32
-GRAM_BYTES = 2**30  # of a float64 N×N; beyond it products with the samples are cheaper
+GRAM_BYTES = 2**30  # of a float64 N×N or D×D; beyond it products with the samples are cheaper
 
 
 def pays(n_components: float | None, dimensions: int) -> bool:
@@ -74,7 +75,8 @@ def solve(
         op: the covariance, formed or not.
         n_components: K, a share in (0, 1], or None for min(N, D).
         method: "lanczos" (block Krylov space; fewest products), "chebyshev" (filtered subspace iteration;
-            products of one shape, for a GPU), or "auto": by the device.
+            products of one shape, for a GPU; for a count of a covariance that was formed), or "auto": by
+            the device. Where "chebyshev" does not apply, "lanczos" does it.
         tol: share of the total variance that a better K-subspace may capture beyond this one, None is 1e-6;
             the search goes on until that is at most 10⁴ tol of the K-th variance too.
         random_state: seed or generator of the starts; None is a fixed one.
@@ -86,78 +88,99 @@ def solve(
 
     Accuracy: what the certificate says. Where C was formed the proof is a Cholesky factorisation, else a
         random one with the stated probability. Too many components for an iteration to pay, or one that
-        does not converge, go to the dense solver where C was formed, and the certificate says so.
+        does not converge, go to a dense solver where N×N or D×D fits, and the certificate says so.
     """
     check_choice(method, "method", ("auto", "lanczos", "chebyshev"))
-    check_number(tol, "tol", "a number > 0 or None", tol is None or tol > 0)
+    check_positive(tol, "tol")
     problem, n_components = op.problem, as_components(n_components)
-    check_count(n_components, problem.n_samples, len(problem.mean))
+    n, d = problem.n_samples, len(problem.mean)
+    check_count(n_components, n, d)
+    run = _Run(n_components, method, TOL if tol is None else tol, generator_from(random_state))
+    dimensions = d if isinstance(op, Dense) else min(n, d)
     with exact_products(problem.mean.device):
         if problem.constant or problem.total_variance <= 0:
             solved = _nothing(op, n_components)
-        elif isinstance(op, Dense) and not pays(n_components, len(problem.mean)):
-            solved = covariance.whole(op, n_components, (declined(n_components, len(problem.mean)),))
+        elif pays(n_components, dimensions):
+            solved = _iterate(op, run) or _dense(op, run, f"krylov: {n_components} took too many products")
         else:
-            solved = _iterate(op, n_components, method, TOL if tol is None else tol, random_state)
+            solved = _dense(op, run, declined(n_components, dimensions)) or _iterate(op, run)
+        if solved is None:
+            raise ValueError(
+                f"`n_components` = {n_components} takes more directions than an iteration finds among {d} "
+                "features; ask for a smaller share, or for a count."
+            )
         k = len(solved.spectrum) if solved.rest is not None else n_components
         dtype = component_dtype(problem.dtype)
         return assemble(solved, k, dtype=dtype, centred=problem.centred, whiten=whiten)
 
 
-def _iterate(
-    op: Operator,
-    n_components: float | None,
-    method: Method,
-    tol: float,
-    random_state: int | torch.Generator | None,
-) -> Solved:
-    """Solve by iteration, for samples on their smaller side; densely where that fails and C was formed.
+@dataclass(frozen=True)
+class _Run:
+    """What is asked for, and how."""
 
-    Raises:
-        ValueError: a share takes too many directions of a covariance that was not formed.
-    """
-    problem, generator = op.problem, generator_from(random_state)
-    n = problem.n_samples
-    wide = op if isinstance(op, Rows) and n < len(problem.mean) and 8 * n * n <= GRAM_BYTES else None
-    inner = op if wide is None else _gram(wide)
-    share = n_components if isinstance(n_components, float) else None
-    found = None
-    if share is None or not isinstance(inner, Dense) or _concentrated(inner, share):
-        prover = Prover(inner, tol, share, generator)
-        found = _search(inner, n_components, method, prover, generator)
-    if found is None and wide is not None and isinstance(inner, Dense):
-        found = _whole_gram(inner, n_components)
-    if found is not None:
-        upper = upper_values(found.ritz, found.bound.below, found.k + 1)
-        ritz = found.ritz if wide is None else _lifted(wide, found.ritz.vectors[: found.k], generator)
-        precision = f"{problem.products} products, float64 iteration"
-        below = found.bound.below if wide is None else None
-        names = {"solver": "krylov", "precision": precision, "bound_kind": found.bound.kind}
-        solved = finish(op, ritz, found.k, upper, below, fallbacks=found.fallbacks, **names)
-        return _limited(solved, found.k, tol)
+    n_components: int | float | None
+    method: Method
+    tol: float
+    generator: torch.Generator
+
+    @property
+    def share(self) -> float | None:
+        return self.n_components if isinstance(self.n_components, float) else None
+
+
+def _iterate(op: Operator, run: _Run) -> Solved | None:
+    """Solve by iteration, for wide samples in memory on their Gram matrix; None where that gives up."""
+    n = op.problem.n_samples
+    wide = isinstance(op, Rows) and n < len(op.problem.mean) and _fits(n)
+    inner = gram_of(op) if wide and isinstance(op, Rows) else op
+    if run.share is not None and isinstance(inner, Dense) and not _concentrated(inner, run.share):
+        return None
+    found = _search(inner, run, Prover(inner, run.tol, run.share, run.generator))
+    return None if found is None else _finished(op, inner, found, run)
+
+
+def _dense(op: Operator, run: _Run, note: str) -> Solved | None:
+    """Solve by a dense eigenproblem on the smaller side; None where neither side fits."""
+    n, d = op.problem.n_samples, len(op.problem.mean)
     if isinstance(op, Dense):
-        return covariance.whole(op, n_components, (f"krylov: {n_components} takes too many products",))
-    raise ValueError(
-        f"`n_components` = {n_components} takes more directions than an iteration finds among "
-        f"{len(problem.mean)} features; ask for a smaller share or a count, or use `svd_solver='full'`."
-    )
+        return covariance.whole(op, run.n_components, (note,))
+    if isinstance(op, (Rows, Sparse)) and n < d and _fits(op.n_rows):
+        inner = gram_of(op)
+        return _finished(op, inner, _whole_gram(inner, run.n_components, min(n, d), note), run)
+    return covariance.whole(covariance_of(op), run.n_components, (note,)) if _fits(d) else None
 
 
-def _search(
-    op: Operator, n_components: float | None, method: Method, prover: Prover, generator: torch.Generator
-) -> Found | None:
+def _finished(op: Operator, inner: Operator, found: Found, run: _Run) -> Solved:
+    """What was found of C, or of the Gram matrix of the same samples, as what `assemble` takes."""
+    upper = upper_values(found.ritz, found.bound.below, found.k + 1)
+    ritz, below = found.ritz, found.bound.below
+    if inner is not op and isinstance(op, (Rows, Sparse)):
+        ritz, below = lifted(op, ritz.vectors[: found.k], run.generator), None
+        upper = upper + inner.problem.error
+    precision = f"{op.problem.products} products, float64 iteration"
+    names = {"solver": "krylov", "precision": precision, "bound_kind": found.bound.kind}
+    solved = finish(op, ritz, found.k, upper, below, fallbacks=found.fallbacks, **names)
+    return _limited(solved, found.k, run.tol)
+
+
+def _fits(side: int) -> bool:
+    """Whether a float64 square of that side is small enough to be formed."""
+    return 8 * side * side <= GRAM_BYTES
+
+
+def _search(op: Operator, run: _Run, prover: Prover) -> Found | None:
     """Lanczos or Chebyshev with the block, the memory and the effort that fit the operator."""
-    d = len(op.problem.mean)
-    if isinstance(n_components, float):
+    d, generator = len(op.problem.mean), run.generator
+    if run.share is not None:
         most = min(d, 3 * d // SHARE_DIRECTIONS + 2 * BLOCK)  # K converge in a space of some 3 K
         if op.matrix is None:  # two bases in a quarter of the memory
             free = free_memory(op.problem.mean.device) or 2**32
             most = min(d, max(2 * BLOCK, min(most, free // 4 // (16 * d))))
-        count = partial(_reached, op.problem, n_components)
+        count = partial(_reached, op, run.share)
         return lanczos(op, count, prover, block=BLOCK, most=None, effort=most, generator=generator)
-    k = d if n_components is None else int(n_components)
+    k = min(op.problem.n_samples, d) if run.n_components is None else int(run.n_components)
     on_gpu = op.problem.mean.device.type == "cuda"
-    if op.matrix is not None and (method == "chebyshev" or (method == "auto" and on_gpu)):
+    if op.matrix is not None and (run.method == "chebyshev" or (run.method == "auto" and on_gpu)):
         return chebyshev(op, k, prover, generator=generator)
     # a pass over a disk costs the same for one row as for many
     block = k + BLOCK if isinstance(op, OnDisk) else max(BLOCK, k // 4)
@@ -175,7 +198,7 @@ def _check_memory(op: Operator, rows: int) -> None:
         ValueError: with what it would take.
     """
     d = len(op.problem.mean)
-    need, free = 16 * min(rows, d) * d, free_memory(op.problem.mean.device)
+    need, free = 24 * min(rows, d) * d, free_memory(op.problem.mean.device)  # rows, images, Ritz vectors
     if free is not None and need > free:
         raise ValueError(
             f"`n_components` takes a basis of {min(rows, d)} rows of {d} features, which needs "
@@ -183,13 +206,16 @@ def _check_memory(op: Operator, rows: int) -> None:
         )
 
 
-def _reached(problem: Problem, share: float, basis: Basis) -> int | None:
+def _reached(op: Operator, share: float, basis: Basis) -> int | None:
     """K of a share, given the Ritz values so far: by interlacing it can only come out too large."""
+    problem = op.problem
     values = torch.linalg.eigvalsh(basis.projected).flip(0).clamp_min(0)
+    off = problem.error + op.noise * values[0].item()
     try:
-        return spectra.rank(values, share, total=problem.total_variance, floor=0.0, error=problem.error)
+        k = spectra.rank(values, share, total=problem.total_variance, floor=off, error=off)
     except ValueError:  # these do not hold the share yet
         return None
+    return min(k, problem.n_samples)
 
 
 def _concentrated(op: Dense, share: float) -> bool:
@@ -198,44 +224,28 @@ def _concentrated(op: Dense, share: float) -> bool:
     return at_least <= len(op.matrix) / SHARE_DIRECTIONS
 
 
-def _gram(rows: Rows) -> Dense:
-    """XXᵀ over the divisor, whose non-zero eigenvalues are those of the covariance."""
-    gram = rows.gram()
-    facts = replace(rows.problem, mean=gram.new_zeros(len(gram)), variance=gram.diagonal().clone())
-    return Dense(facts, gram)
-
-
-def _lifted(op: Rows, left: Tensor, generator: torch.Generator) -> Ritz:
-    """Ritz pairs of the covariance from eigenvectors (K, N) of the Gram matrix: v = Xᵀu, made orthonormal."""
-    k, d = len(left), len(op.problem.mean)
-    vectors, _ = orthonormalise(op.gather(left.mT), left.new_empty(0, d))
-    if len(vectors) < k:  # K beyond the rank: Xᵀu is zero, and any other direction does as well
-        start = torch.randn(
-            k - len(vectors), d, generator=generator, dtype=left.dtype, device=generator.device
-        )
-        vectors = torch.cat([vectors, orthonormalise(start.to(left.device), vectors)[0]])
-    return rayleigh_ritz(vectors, op.apply(vectors))
-
-
-def _whole_gram(op: Dense, n_components: float | None) -> Found:
+def _whole_gram(op: Dense, n_components: float | None, most: int, note: str) -> Found:
     """All eigenvalues of a Gram matrix, and the K leading eigenvectors."""
-    total, off = op.problem.total_variance, op.problem.error
+    total = op.problem.total_variance
 
     def wanted(values: Tensor) -> int:
-        values = values.clamp_min(0)
+        values = values[:most].clamp_min(0)
+        off = op.problem.error + op.noise * values[0].item()
         return kept(n_components, values, total, off, torch.full_like(values, off))
 
     values, vectors = eigenpairs(op.matrix, wanted)
     k = wanted(values)
     leading = Ritz(values[:k], vectors[:k], op.apply(vectors[:k]))
     below = max(0.0, values[k].item()) if k < len(values) else 0.0
-    return Found(leading, k, Bound(below), (f"krylov: {n_components} takes too many products",))
+    return Found(leading, k, Bound(below), (note,))
 
 
 def _limited(solved: Solved, k: int, tol: float) -> Solved:
     """Says so where rounding of λ₁, not the search, decides how much may be missed."""
     total, last = solved.total_variance.item(), max(0.0, solved.spectrum[-1].item()) if k else 0.0
-    asked = min(tol * total, DIRECTIONS * tol * last)
+    asked = tol * total  # beyond the rank there is no variance to be exact about
+    if last > solved.floor:
+        asked = min(asked, DIRECTIONS * tol * last)
     least = 2 * k * solved.floor
     if least <= asked:
         return solved

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pca_torch._checks import check_number, free_memory
+from pca_torch._checks import as_components, check_positive, check_whole, free_memory
 from pca_torch.bounds import Solved, assemble, check_count, kept
 from pca_torch.complement import probe, trace_bound
-from pca_torch.linalg import generator_from
+from pca_torch.linalg import gaussian, generator_from
 from pca_torch.operators import Rows, Sparse
 from pca_torch.precision import component_dtype, exact_products
 from pca_torch.result import PCAResult
@@ -51,9 +51,12 @@ def solve(
 
     Accuracy: what the certificate says: each variance with its error, proved with the stated probability.
     """
-    _check(n_oversamples, n_iter, tol)
+    check_whole(n_oversamples, "n_oversamples", 0)
+    check_whole(n_iter, "n_iter", 0)
+    check_positive(tol, "tol")
     problem = rows.problem
     n, d = problem.n_samples, len(problem.mean)
+    n_components = as_components(n_components)
     check_count(n_components, n, d)
     generator = generator_from(random_state)
     most = min(n, d)
@@ -110,8 +113,8 @@ def _sketch(rows: Rows | Sparse, width: int, n_iter: int, generator: torch.Gener
             f"{free / 2**30:,.1f} GiB is free; ask for fewer."
         )
     side = d if n >= d else n
-    omega = torch.randn(side, width, dtype=torch.float64, generator=generator, device=generator.device)
-    vectors = range_finder(rows, omega.to(rows.problem.mean.device), n_iter)
+    omega = gaussian(side, width, generator, rows.problem.mean.device)
+    vectors = range_finder(rows, omega, n_iter)
     return rayleigh_ritz(vectors, rows.apply(vectors))
 
 
@@ -159,14 +162,3 @@ def _accepted(solved: Solved, tol: float | None) -> bool:
     """Whether no other directions capture more than `tol` beyond these, rounding aside."""
     beyond = (solved.error - solved.floor).sum().item()
     return tol is None or beyond <= tol * solved.total_variance.item()
-
-
-def _check(n_oversamples: int, n_iter: int, tol: float | None) -> None:
-    """Refuse options out of range.
-
-    Raises:
-        ValueError: one is.
-    """
-    for value, name in ((n_oversamples, "n_oversamples"), (n_iter, "n_iter")):
-        check_number(value, name, "an integer ≥ 0", type(value) is int and value >= 0)
-    check_number(tol, "tol", "a number > 0 or None", tol is None or tol > 0)

@@ -10,6 +10,7 @@ from pca_torch._checks import require_square
 from pca_torch.bounds import (
     Solved,
     assemble,
+    check_count,
     check_total,
     constant_columns,
     factor_errors,
@@ -49,6 +50,7 @@ def solve(
     """
     divisor = statistic.divisor(ddof)
     n, d = statistic.n_samples, statistic.n_features
+    check_count(n_components, n, d)
     mean, r = statistic.mean, statistic.r
     require_square(d, 6, r.device, "use `svd_solver='full'` on the data itself")
     with exact_products(r.device):
