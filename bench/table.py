@@ -8,12 +8,13 @@ RESULTS = Path(__file__).parent / "results"
 HEAD = "| job | against | time ratio | accuracy beside it |\n|---|---|---|---|"
 
 
-def lines(folder: Path, script: str) -> dict[str, dict]:
-    """The last line of each case of one script, in the order of the first."""
+def lines(folder: Path, script: str) -> dict[tuple, dict]:
+    """The last line of each case and precision of one script, in the order of the first."""
     path = folder / f"{script}.jsonl"
     if not path.exists():
         return {}
-    return {line["case"]: line for line in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+    stored = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return {(line["case"], line.get("precision")): line for line in stored}
 
 
 def ratio(line: dict) -> str:
@@ -24,25 +25,25 @@ def ratio(line: dict) -> str:
 def rows(folder: Path) -> list[str]:
     """Rows of the table."""
     found = []
-    for case, line in lines(folder, "symmetric_product").items():
+    for (case, _), line in lines(folder, "symmetric_product").items():
         error = line["errors"]
         beside = f"entries off by {error['error']:.0e}, the plain product's by {error['plain_error']:.0e}"
         found.append((f"XᵀX of {line['n']}×{line['d']}, {case}", "the plain product", ratio(line), beside))
-    for case, line in lines(folder, "streaming").items():
+    for (case, _), line in lines(folder, "streaming").items():
         beside = f"share short by {line['errors']['missed']:.0e}"
         job = f"top {line['k']} of a stream {line['n']}×{line['d']}, {line['precision']} products, {case}"
         found.append((job, "TorchDR `ExactIncrementalPCA`, two passes", ratio(line), beside))
-    for case, line in lines(folder, "top_k").items():
+    for (case, _), line in lines(folder, "top_k").items():
         error = line["errors"]
         beside = f"missed at most {error['bound']:.0e} of the total, {error['bound_dir']:.0e} of λ_K"
         job = f"top {line['k']} of {line['n']}×{line['d']}, {case}"
         found.append((job, "`torch.linalg.svd`", ratio(line), beside))
-    for case, line in lines(folder, "all_components").items():
+    for (case, _), line in lines(folder, "all_components").items():
         error = line["errors"]
         beside = f"variances off by {error['error']:.0e}·λ₁, the SVD's by {error['svd_error']:.0e}·λ₁"
         job = f"all of {line['n']}×{line['d']}, {case}"
         found.append((job, "`torch.linalg.svd`", ratio(line), beside))
-    for case, line in lines(folder, "share").items():
+    for (case, _), line in lines(folder, "share").items():
         beside = f"K = {line['errors']['k']:.0f}, the truth is {line['errors']['true_k']:.0f}"
         job = f"a share of {case}, {line['n']}×{line['d']}"
         found.append((job, "`torch.linalg.svd`", ratio(line), beside))

@@ -237,7 +237,7 @@ def _separation(solved: Solved, spectrum: Tensor, k: int, missed: float) -> tupl
     whatever is left out of the K leading directions holds λ_K at least, what stands in for it λ_{K+1}.
     """
     if k in {0, len(solved.mean)}:
-        return 0.0, _gap(spectrum, k)
+        return 0.0, max(0.0, _gap(spectrum, k) - (0.0 if solved.rest is None else solved.perturbation))
     if solved.constant:
         return math.pi / 2, 0.0
     if solved.rest is None:
