@@ -26,7 +26,10 @@ def as_tensor(x: Any, name: str = "x") -> Tensor:
 
     Raises:
         TypeError: not numeric, wider than 64 bits, complex, or with integers that float64 cannot hold.
+        ValueError: sparse.
     """
+    if hasattr(x, "tocsr"):
+        raise ValueError(_dense_only(name))
     if not isinstance(x, Tensor):
         array = np.asarray(x)
         if array.dtype.kind == "c":
@@ -46,6 +49,8 @@ def as_tensor(x: Any, name: str = "x") -> Tensor:
         if not array.flags.writeable:  # torch warns about a read-only buffer; we only read
             array = array.copy()
         x = torch.from_numpy(array)
+    if x.layout != torch.strided:
+        raise ValueError(_dense_only(name))
     if x.is_complex():
         raise TypeError(
             f"`{name}` must be real, got {x.dtype}; pass `torch.view_as_real({name}).flatten(-2)`."
@@ -86,6 +91,13 @@ def _refuse_integers(name: str) -> NoReturn:
     raise TypeError(
         f"`{name}` holds integers beyond 2^53, which float64 cannot hold exactly; "
         "subtract an offset as integers, or convert them to float64 if rounding them is meant."
+    )
+
+
+def _dense_only(name: str) -> str:
+    return (
+        f"`{name}` must be dense here, got a sparse matrix, which `decompose` and `PCA.fit` take; "
+        f"pass `{name}.to_dense()`, a part of the rows at a time where memory is short."
     )
 
 

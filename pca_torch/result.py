@@ -31,11 +31,15 @@ class Certificate:
     captured_ratio: float  # tr(V C Vᵀ) / tr C of the components as they are stored
     missed_ratio_bound: float  # a better K-subspace captures at most this much more of tr C
     bound_kind: str  # "deterministic", "measured" or "probability 1-1e-10"
-    variance_error: tuple[float, ...]  # (K,) |computed - true| of each variance is at most this
+    variance_error: tuple[float, ...] = field(
+        repr=False
+    )  # (K,) |computed - true| of each variance is at most this
     rounding_floor: float  # variances at or below this are rounding noise of the route
     trusted: int  # how many leading variances stand above `rounding_floor`
-    quantisation_floor: tuple[float, ...] | None  # (K,) noise of a 16-bit input along each component
-    residual_norms: tuple[float, ...]  # (K,) ‖C v - λ v‖₂
+    quantisation_floor: tuple[float, ...] | None = field(
+        repr=False
+    )  # (K,) noise of a 16-bit input along each component
+    residual_norms: tuple[float, ...] = field(repr=False)  # (K,) ‖C v - λ v‖₂
     gap: float  # λ_K - λ_{K+1}; where only K are known, at least this
     angle_bound: float  # radians by which the K-subspace may be turned, π/2 = no bound
     unique: bool  # the K-subspace is determined by the data: `angle_bound` < 0.5

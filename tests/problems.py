@@ -166,9 +166,12 @@ class Truth:
         return 2 * s * (values * values[0]).sqrt() + s**2 * values[0]
 
     def angle(self, k: int) -> float:
-        """Radians by which the K-subspace is off itself: its backward error across the gap of σ (Wedin)."""
+        """Radians by which the K-subspace is off itself: its backward error across the gap of σ (Wedin).
+
+        LAPACK's vectors of small matrices whose columns differ by 10³ and more are off by 70 u.
+        """
         sigma = torch.cat([self.variances.sqrt(), self.variances.new_zeros(1)])
-        off, gap = self.relative * sigma[0].item(), (sigma[k - 1] - sigma[k]).item()
+        off, gap = (self.relative + 64 * U64) * sigma[0].item(), (sigma[k - 1] - sigma[k]).item()
         if k in {0, self.rows.shape[1]}:
             return 0.0
         return math.asin(min(1.0, off / (gap - off))) if gap > off else math.pi / 2
@@ -195,6 +198,29 @@ def truth(
     )  # LAPACK's right vectors of wide rows are off by 50 u
     u, s, vh = torch.linalg.svd(tall, full_matrices=False)
     return Truth(z, s.square() / divisor, vh if tall is z else u.mT, divisor)
+
+
+def missed_and_turned(want: Truth, span: Tensor) -> tuple[float, float, float, float]:
+    """What orthonormal columns V (D, K) miss, how far they are turned, and what the truth of both is off by.
+
+    Σ_{i≤K} λ_i - tr(VᵀCV) cancels at the rounding of λ₁. All terms of the same as
+    Σ_{i≤K} λ_i‖(I - VVᵀ)u_i‖² - Σ_{j>K} λ_j‖Vᵀu_j‖² are small: with C off by e the first is off by Σe_i, the
+    second by 2Ke times the angle.
+    """
+    d, k = span.shape
+    leading, others = want.vectors[:k], want.vectors[k:]
+    lost = leading - (leading @ span) @ span.mT
+    gained = others @ span
+    top, true = want.variances.max().item(), want.variances
+    off = want.error[:k].sum().item() + U64 * k * top
+    sine = torch.linalg.matrix_norm(span - leading.mT @ (leading @ span), 2).item() if k else 0.0
+    own = want.angle(k) + 8 * math.sqrt(d) * U64
+    finer = 2 * k * top * (2 * want.relative + 8 * math.sqrt(d) * U64) * (sine + own)
+    if finer < off:
+        missed = (true[:k] @ lost.square().sum(1) - true[k:] @ gained.square().sum(1)).item()
+    else:
+        missed, finer = true[:k].sum().item() - want.captured(span), off
+    return max(0.0, missed), math.asin(min(1.0, sine)), finer, own
 
 
 # ---------------------------------------------------------------- judgement
@@ -247,16 +273,13 @@ def judge(problem: Problem, want: Truth, result: PCAResult) -> Judgement:
         return verdict
     verdict.hold("shares", result.explained_variance_ratio.sum().item(), 1 + error.sum().item() / total)
     span = torch.linalg.qr(components.mT).Q  # free of the rounding of the stored basis
-    missed = max(0.0, true.sum().item() - want.captured(span))
-    floor = slack.sum().item() + U64 * k * size
+    missed, turned, floor, own = missed_and_turned(want, span)
     verdict.hold("missed", missed - floor, certificate.missed_ratio_bound * total)
     if 0 < k < d:
         verdict.looseness["missed"] = certificate.missed_ratio_bound * total / max(missed, floor)
-        sine = torch.linalg.matrix_norm(span - want.vectors[:k].mT @ (want.vectors[:k] @ span), 2).item()
-        turned, own = math.asin(min(1.0, sine)), want.angle(k) + 8 * math.sqrt(d) * U64
         verdict.hold("angle", turned - own, certificate.angle_bound)
         verdict.looseness["angle"] = certificate.angle_bound / max(turned, own, u)
-    if certificate.solver in {"krylov", "randomized"} and k > 0:
+    if certificate.solver in {"krylov", "randomized"} and 0 < k < d:  # proved, not computed
         following = want.variances[k].item() if k < len(want.variances) else 0.0
         apart = true[-1].item() - following
         verdict.hold("gap", certificate.gap - apart, 2 * want.error[0].item())

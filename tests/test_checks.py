@@ -387,3 +387,18 @@ def test_a_square_beyond_lapack_is_refused_where_memory_is_enough(monkeypatch):
     checks.require_square(checks.LAPACK_LARGEST, 1, CPU, "use less")
     with pytest.raises(ValueError, match="a 32767 × 32767 eigenproblem is beyond LAPACK's 32766; use less"):
         checks.require_square(checks.LAPACK_LARGEST + 1, 1, CPU, "use less")
+
+
+@pytest.mark.parametrize("door", ["transform", "partial_fit", "update"])
+@pytest.mark.parametrize("form", ["torch", "scipy"])
+def test_sparse_samples_are_refused_where_rows_are_wanted(door, form):
+    sparse = torch.eye(4).to_sparse()
+    if form == "scipy":
+        sparse = pytest.importorskip("scipy.sparse").eye(4).tocsr()
+    doors = {
+        "transform": lambda x: pt.PCA(2).fit(torch.eye(4)).transform(x),
+        "partial_fit": lambda x: pt.PCA(2).partial_fit(x),
+        "update": lambda x: pt.Moments(4).update(x),
+    }
+    with pytest.raises(ValueError, match=r"must be dense here, got a sparse matrix.* pass `x\.to_dense\(\)`"):
+        doors[door](sparse)

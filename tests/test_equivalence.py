@@ -1,16 +1,30 @@
 """Every solver on every spectrum: within what its certificate says of the float64 truth."""
 
 import math
-import warnings
+import statistics
+from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 
 import pca_torch as pt
-from pca_torch.precision import component_dtype, unit_roundoff
+from pca_torch.precision import component_dtype
+from tests import problems
+from tests.problems import FLOAT32, NARROW, SOLVERS, Problem, judge, rotated, solve, truth
 
-SOLVERS = ("full", "covariance_eigh", "streaming")
-U64 = unit_roundoff(torch.float64)
+SPECTRA = [
+    "power",
+    "flat",
+    "rank 3",
+    "tied at 4",
+    "massive",
+    "kappa 1e8",
+    "constant and duplicated columns",
+    "zero",
+]
+OFFSETS = (0.0, 1e2, 1e4)
+DTYPES = pytest.mark.parametrize("dtype", problems.DTYPES, ids=["fp32", "fp64", "bf16"])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -20,16 +34,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def rotated(variances, n, d, seed):
-    """(n, d) rows whose sample variances are those given, in a random frame."""
-    g = torch.Generator().manual_seed(seed)
-    k = min(len(variances), d, n - 1)
-    u = torch.randn(n, k, generator=g, dtype=torch.float64)
-    u = torch.linalg.qr(u - u.mean(0)).Q
-    v = torch.linalg.qr(torch.randn(d, k, generator=g, dtype=torch.float64)).Q
-    return u * (torch.as_tensor(variances, dtype=torch.float64)[:k] * (n - 1)).sqrt() @ v.mT
 
 
 def spectrum_of(name, n, d, seed):
@@ -58,81 +62,65 @@ def spectrum_of(name, n, d, seed):
     raise ValueError(name)
 
 
-SPECTRA = [
-    "power",
-    "flat",
-    "rank 3",
-    "tied at 4",
-    "massive",
-    "kappa 1e8",
-    "constant and duplicated columns",
-    "zero",
-]
+def check_all(problem, solver):
+    """K = all: every variance, components in the dtype of the data, shares that sum to one."""
+    result, want = solve(problem, solver), truth(problem.x, **problem.matrix)
+    assert judge(problem, want, result).violations == {}, problem
+    assert result.n_components == problem.most
+    expected = torch.float32 if solver in NARROW else component_dtype(problem.x.dtype)
+    assert result.components.dtype == expected
+    assert bool(result.components.isfinite().all())
+    if result.total_variance > 0:
+        doubt = sum(result.certificate.variance_error) / result.total_variance.item()
+        assert abs(result.explained_variance_ratio.sum().item() - 1) <= doubt + 1e-12
+    return want
 
 
-def truth(x):
-    """Centred rows, variances, components: float64 SVD of float64-centred data, centred twice."""
-    z = x.double()
-    z = z - z.mean(0)
-    z = z - z.mean(0)
-    _, s, vh = torch.linalg.svd(z, full_matrices=False)
-    return z, s.square() / (len(x) - 1), vh
-
-
-def own_error(variances, n):
-    """What the truth is off by itself: a backward error of √n·u·σ₁ on each singular value."""
-    s = 4 * U64 * math.sqrt(n)
-    return 2 * s * (variances * variances[0]).sqrt() + s**2 * variances[0]
-
-
-def solve(x, solver, k=None):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "total variance is zero" has its own tests
-        if solver != "streaming":
-            return pt.decompose(x, k, solver)
-        moments = pt.Moments(x.shape[1], precision="float32")
-        for part in x.split([1, len(x) // 3, len(x) - 1 - len(x) // 3]):
-            moments.update(part)
-        return pt.decompose(moments, k)
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("offset", [0.0, 1e2, 1e4])
 @pytest.mark.parametrize("shape", [(200, 12), (9, 12)], ids=["tall", "wide"])
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16], ids=["fp32", "fp64", "bf16"]
-)
+@DTYPES
 @pytest.mark.parametrize("name", SPECTRA)
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_each_solver_keeps_its_word(solver, name, dtype, shape, offset, seed):
-    n, d = shape
-    x = (spectrum_of(name, n, d, seed) + offset).to(dtype)
-    z, want, _ = truth(x)
-    result = solve(x, solver)
-    m, certificate = min(shape), result.certificate
-    components, variance = result.components.double(), result.spectrum
-    assert bool(components.isfinite().all())
-    assert result.components.dtype == component_dtype(dtype)
-    u = unit_roundoff(result.components.dtype)
-    square = components @ components.mT - torch.eye(m, dtype=torch.float64)
-    assert square.abs().max() <= 10 * u * math.sqrt(shape[1])
-    assert bool((variance >= 0).all())
-    assert bool((variance.diff() <= 0).all())
-    off, allowed = (variance - want).abs(), torch.tensor(certificate.variance_error) + own_error(want, m)
-    if result.total_variance > 0:  # what is constant to rounding is called zero, not noise
-        assert bool((off <= allowed).all())
-        assert result.explained_variance_ratio.sum().item() == pytest.approx(
-            1, abs=1e-6 if solver == "streaming" else 1e-12
-        )
-    trusted = want[: certificate.trusted]
-    assert bool((off[: certificate.trusted] <= trusted).all())
-    for k in {1, 3, m - 1}:
-        kept = solve(x, solver, k)
-        v = torch.linalg.qr(kept.components.double().mT).Q  # the span, free of the rounding of its basis
-        captured = (z @ v).square().sum().item() / (len(x) - 1)
-        missed = want[:k].sum().item() - captured
-        slack = own_error(want, m)[:k].sum().item()
-        assert missed <= kept.certificate.missed_ratio_bound * result.total_variance.item() + slack
+def test_each_solver_keeps_its_word(solver, name, dtype, shape):
+    for offset in OFFSETS:
+        for seed in range(3):
+            x = (spectrum_of(name, *shape, seed) + offset).to(dtype)
+            problem = Problem(x, seed=seed, block=1 + seed, name=f"{name} + {offset:g}")
+            want = check_all(problem, solver)
+            for k in (1, 3, min(shape) - 1):
+                some = replace(problem, k=k)
+                assert judge(some, want, solve(some, solver)).violations == {}, some
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (2, 5), (2, 1), (3, 1)])
+@DTYPES
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_one_row_two_rows_one_column(solver, dtype, shape):
+    for offset in OFFSETS:
+        x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) + offset).to(dtype)
+        for ddof in (0, 1) if len(x) > 1 else (0,):
+            problem = Problem(x, matrix={"ddof": ddof}, name="few rows")
+            check_all(problem, solver)
+            assert (
+                judge(
+                    replace(problem, k=1), truth(x, ddof=ddof), solve(replace(problem, k=1), solver)
+                ).violations
+                == {}
+            )
+
+
+@DTYPES
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_tie_at_k_that_every_dtype_holds(solver, dtype):
+    """Rows ±σ_i e_i: the tied variances are equal to the last digit, and any K-subspace of them will do."""
+    variances = torch.tensor([16.0, 9.0, *[4.0] * 5, 1.0, 1.0, 0.25], dtype=torch.float64)
+    for offset in OFFSETS[:2]:
+        x = (problems.crossed(variances) + offset).to(dtype)
+        for k in range(11):
+            problem = Problem(x, k=k, block=2, name="exact ties")
+            result = solve(problem, solver)
+            assert judge(problem, truth(x), result).violations == {}, problem
+            if solver != "randomized":  # which did not prove the gap
+                assert result.certificate.unique is (k not in {3, 4, 5, 6, 8})
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -140,109 +128,116 @@ def test_each_solver_keeps_its_word(solver, name, dtype, shape, offset, seed):
 @pytest.mark.parametrize("name", ["power", "flat", "tied at 4", "massive"])
 def test_angles_are_within_their_bound_and_ties_are_named(solver, dtype, name):
     x = spectrum_of(name, 200, 12, 0).to(dtype)
-    _, want, vh = truth(x)
+    want = truth(x)
     for k in range(1, 12):
-        certificate, result = solve(x, solver, k).certificate, solve(x, solver, k)
-        cosines = torch.linalg.svdvals(result.components.double() @ vh[:k].mT).clamp(max=1)
-        residual = result.components.double() - result.components.double() @ vh[:k].mT @ vh[:k]
-        sine = torch.linalg.matrix_norm(residual, 2).item()
+        problem = Problem(x, k=k, name=name)
+        result = solve(problem, solver)
+        certificate, components = result.certificate, result.components.double()
+        cosines = torch.linalg.svdvals(components @ want.vectors[:k].mT)
+        assert judge(problem, want, result).violations == {}
         assert cosines.min() > 0.5 or not certificate.unique
-        assert math.asin(min(1.0, sine)) <= certificate.angle_bound + 1e-12
-        if name == "tied at 4" and dtype == torch.float64:  # float32 rounds the data, and the tie away
+        if name == "tied at 4" and dtype == torch.float64 and solver not in {*FLOAT32, "randomized"}:
             assert certificate.unique is (k not in {4, 5, 6, 8, 9, 10, 11})
-    assert want[0] > 0
-
-
-@pytest.mark.parametrize("solver", ["full", "covariance_eigh"])
-def test_a_wrong_answer_would_be_noticed(solver):
-    """Control of the tables above: the variances of N instead of N - 1 lie outside every bound."""
-    x = spectrum_of("power", 200, 12, 0)
-    result, want = solve(x, solver), truth(x)[1]
-    wrong = result.spectrum * 199 / 200
-    allowed = torch.tensor(result.certificate.variance_error) + own_error(want, 12)
-    assert bool(((wrong - want).abs() > allowed).all())
-
-
-def small_problem(seed):
-    """A random tiny matrix with ties, zeros, low rank, large ratios or an offset."""
-    g = torch.Generator().manual_seed(seed)
-
-    def integer(low, high):
-        return int(torch.randint(low, high, (), generator=g))
-
-    n, d = integer(2, 40), integer(1, 12)
-    values = 10.0 ** torch.randint(-8, 9, (d,), generator=g).double() if integer(0, 2) else torch.ones(d)
-    values[integer(0, d + 1) :] = 0
-    x = rotated(values.sort(descending=True).values, n, d, seed) + [0.0, 1.0, 1e3, 1e6][integer(0, 4)]
-    return x.to([torch.float32, torch.float64, torch.bfloat16][integer(0, 3)])
-
-
-@pytest.mark.parametrize("block", range(10))
-def test_bounds_hold_on_many_tiny_problems(block):
-    ratios = []
-    for seed in range(40 * block, 40 * block + 40):
-        x = small_problem(seed)
-        _, want, _ = truth(x)
-        for solver in SOLVERS:
-            result = solve(x, solver)
-            if result.total_variance == 0:
-                continue
-            off = (result.spectrum - want).abs()
-            allowed = torch.tensor(result.certificate.variance_error) + own_error(want, len(want))
-            assert bool((off <= allowed).all()), (seed, solver)
-            ratios.append((allowed.max() / off.max().clamp_min(U64 * want[0])).item())
-    assert sorted(ratios)[len(ratios) // 2] < 1e4  # a bound of everything would hold too
-
-
-def own_angle(variances, k, d):
-    """Radians the float64 truth may be turned by: its own backward error across the gap of σ (Wedin)."""
-    sigma = torch.cat([variances.sqrt(), variances.new_zeros(1)])
-    off, gap = 4 * U64 * math.sqrt(len(variances)) * sigma[0].item(), (sigma[k - 1] - sigma[k]).item()
-    if k == d:
-        return 0.0
-    return math.asin(min(1.0, off / (gap - off))) if gap > off else math.pi / 2
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("block", range(4))
-def test_shares_and_angles_hold_on_tiny_problems(block, solver):
-    for seed in range(50 * block, 50 * block + 50):
-        x = small_problem(seed)
-        z, want, vh = truth(x)
-        m, d = len(want), x.shape[1]
-        for k in sorted({1, m // 2, m} - {0}):
-            result = solve(x, solver, k)
-            certificate, total = result.certificate, result.total_variance.item()
-            if total == 0:
-                continue
-            v = torch.linalg.qr(result.components.double().mT).Q
-            missed = want[:k].sum().item() - (z @ v).square().sum().item() / (len(x) - 1)
-            slack = own_error(want, m)[:k].sum().item()
-            assert missed <= certificate.missed_ratio_bound * total + slack, (seed, k)
-            sine = torch.linalg.matrix_norm(v - vh[:k].mT @ (vh[:k] @ v), 2).item()
-            allowed = certificate.angle_bound + own_angle(want, k, d) + 1e-12
-            assert math.asin(min(1.0, sine)) <= allowed, (seed, k)
+def test_a_wrong_answer_would_be_noticed(solver):
+    """Control of the tables above: the variances of N instead of N - 1 lie outside every bound."""
+    problem = Problem(spectrum_of("power", 200, 12, 0), name="power")
+    result, want = solve(problem, solver), truth(problem.x)
+    assert judge(problem, want, result).violations == {}
+    wrong = replace(result, spectrum=result.spectrum * 199 / 200)
+    off = (wrong.spectrum - want.variances).abs()
+    error = torch.tensor(result.certificate.variance_error) + want.error
+    assert bool((off > error).all())
+    assert set(judge(problem, want, wrong).violations) == {"variance"}
+    turned = result.components.clone()
+    turned[0] += turned[-1]
+    few = replace(problem, k=3)
+    moved = replace(solve(few, solver), components=torch.nn.functional.normalize(turned[:3]))
+    seen = set(judge(few, want, moved).violations)
+    assert seen == {"missed", "angle"} - ({"angle"} if solver == "randomized" else set())  # it claims none
+
+
+@pytest.mark.parametrize("shape", [(64, 4000), (4000, 4), (100_000, 4), (4096, 256)])
+@pytest.mark.parametrize("solver", ["full", "full float32", "tsqr", "tsqr float32"])
+def test_roundings_that_all_go_to_one_side_are_within_the_bound(solver, shape):
+    """All features drift by the same step: a dot product adds one number over and over."""
+    g = torch.Generator().manual_seed(0)
+    x = 0.73 * torch.sign(torch.randn(shape[0], 1, generator=g, dtype=torch.float64)).expand(shape)
+    result = solve(Problem(x, 1, matrix={"center": False}), solver)
+    want = shape[0] * shape[1] * 0.73**2 / (shape[0] - 1)
+    off = abs(result.explained_variance.item() - want)
+    assert off <= result.certificate.variance_error[0]
+    if (solver, shape) == ("full float32", (100_000, 4)):  # a random walk would not come this far
+        assert off > 2 * 2**-24 * (4 * math.sqrt(min(shape)) + math.sqrt(max(shape))) * want
+
+
+# ---------------------------------------------------------------- random problems
+PROBLEMS = 600
+USEFUL = 1e4  # a bound of everything would hold too
+
+
+@cache
+def random_problem(seed):
+    problem = problems.random_problem(seed)
+    return problem, truth(problem.x, **problem.matrix)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_bounds_hold_and_are_useful_on_many_small_problems(solver):
+    looseness = {"variance": [], "missed": [], "angle": []}
+    for seed in range(PROBLEMS):
+        problem, want = random_problem(seed)
+        verdict = judge(problem, want, solve(problem, solver))
+        assert verdict.violations == {}, (seed, str(problem))
+        for promise, ratio in verdict.looseness.items():
+            looseness[promise].append(ratio)
+    medians = {promise: statistics.median(ratios) for promise, ratios in looseness.items()}
+    assert min(map(len, looseness.values())) > PROBLEMS // 3
+    # what is missed grows as the square of an error that is known by its norm alone, large here: float32
+    # products, and sparse rows whose uncentred mean, up to 10⁶ spreads, is projected out
+    if solver in {*FLOAT32, "sparse"}:
+        del medians["missed"]
+    assert max(medians.values()) < USEFUL, medians
+
+
+@pytest.mark.parametrize("solver", problems.PARTIAL)
+def test_bounds_that_are_too_small_are_noticed(solver):
+    """Control: what a search missed at a loose tolerance is seen where the certificate denies it."""
+    seen = set()
+    for seed in range(PROBLEMS // 3):
+        problem, want = random_problem(seed)
+        problem = replace(problem, tol=1e-1)
+        result = solve(problem, solver)
+        denied = replace(
+            result.certificate,
+            missed_ratio_bound=0.0,
+            angle_bound=0.0,
+            variance_error=(0.0,) * result.n_components,
+        )
+        seen |= set(judge(problem, want, replace(result, certificate=denied)).violations)
+    assert seen >= {"variance", "missed", "angle"}
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_ranks_are_those_of_the_truth_but_for_ties(solver):
     """Another rank only where the true share is as close to the one asked for as the errors add up to."""
     compared = 0
-    for seed in range(150):
-        x = small_problem(seed)
-        _, want, _ = truth(x)
-        result = solve(x, solver)
+    for seed in range(PROBLEMS // 4):
+        problem, want = random_problem(seed)
+        result = solve(replace(problem, k=None, tol=None), solver)
         if result.total_variance == 0:
             continue
-        shares = want.cumsum(0) / want.sum()
-        doubt = (torch.tensor(result.certificate.variance_error) + own_error(want, len(want))).cumsum(0)
+        variances = want.variances
+        shares = variances.cumsum(0) / variances.sum()
+        doubt = (torch.tensor(result.certificate.variance_error) + want.error).cumsum(0) / variances.sum()
         for share in (0.5, 0.9, 0.95, 0.99, 0.999):
             right = int((shares < share - 1e-12).sum()) + 1
             have = pt.spectrum.rank(result, share)
             compared += 1
             if have == right:
                 continue
-            near = min(have, right) - 1
-            assert abs(have - right) == 1, (seed, share)
-            assert abs(shares[near] - share) <= 2 * doubt[near] / want.sum() + 1e-12, (seed, share)
-    assert compared > 300
+            near = slice(min(have, right) - 1, max(have, right) - 1)
+            assert bool(((shares - share).abs() <= 2 * doubt + 1e-12)[near].all()), (seed, share)
+    assert compared > 2 * PROBLEMS // 3

@@ -136,3 +136,11 @@ def test_a_command_of_another_program_is_refused(tmp_path):
 def test_a_failing_command_is_an_error(tmp_path):
     with pytest.raises(AssertionError, match="no-such-command ended with 2"):
         execute("```bash run\npca-torch no-such-command\n```\n", tmp_path)
+
+
+def test_the_table_of_ratios_is_that_of_the_stored_results():
+    command = [sys.executable, README.parent / "bench" / "table.py"]
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    assert len(table.splitlines()) > 5
+    shown = README.read_text().split("<!-- python bench/table.py -->\n")[1].split("\n<!-- end -->")[0]
+    assert shown == table

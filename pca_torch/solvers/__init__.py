@@ -334,7 +334,10 @@ def _hinted(result: PCAResult, task: _Task) -> PCAResult:
         option = "svd_solver='tsqr'"
     if option is None:
         return result
-    hint = f"{certificate.solver}: {certificate.trusted} components are trusted; rerun with {option}"
+    asked = _asked(result, task)
+    hint = (
+        f"{certificate.solver}: {certificate.trusted} of {asked} components are trusted; rerun with {option}"
+    )
     return _with_notes(result, after=(hint,))
 
 

@@ -29,14 +29,14 @@ def choose_solver(
 
     | data                                | K     | choice            | why                                  |
     |-------------------------------------|-------|-------------------|--------------------------------------|
-    | sparse                              | any   | `krylov`          | never densified                      |
+    | sparse                              | any   | `krylov`          | never densified; small sides squared |
     | a statistic, a stream               | few   | `krylov`          | certified, a fraction of D³          |
     | (`again` = False)                   | other | `covariance_eigh` | the samples are gone; D³             |
     | N·D·min(N, D) ≤ 3e8                 | any   | `full`            | takes a moment, keeps every variance |
     | larger                              | few   | `krylov`          | N×N, D×D or, where neither fits in   |
     |                                     |       |                   | 1 GiB, products with the samples     |
     | N ≤ D                               | other | `full`            | D×D is never formed                  |
-    | N > D, float64                      | all   | `tsqr`            | keeps σ to u·σ₁ for a fifth more time|
+    | N > D, float64                      | all   | `tsqr`            | keeps σ to u·σ₁, up to twice the time|
     | N > D                               | other | `covariance_eigh` | one pass, then D³                    |
 
     A share that turns out to take more than D/8 directions is handed on to the dense solver. Where the data

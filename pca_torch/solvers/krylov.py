@@ -56,8 +56,7 @@ def declined(n_components: float | None, dimensions: int) -> str:
         n_components: K, a share or None.
         dimensions: of the matrix that was decomposed.
     """
-    asked = "all" if n_components is None else n_components
-    return f"krylov: an iteration does not pay for {asked} of {dimensions} directions"
+    return f"krylov: an iteration does not pay for n_components={n_components} of {dimensions} dimensions"
 
 
 def solve(
@@ -111,7 +110,8 @@ def solve(
             )
         k = len(solved.spectrum) if solved.rest is not None else n_components
         dtype = component_dtype(problem.dtype)
-        return assemble(solved, k, dtype=dtype, centred=problem.centred, whiten=whiten)
+        result = assemble(solved, k, dtype=dtype, centred=problem.centred, whiten=whiten)
+        return result if solved.rest is None else _said(result, run.tol)
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,7 @@ def _finished(op: Operator, inner: Operator, found: Found, run: _Run) -> Solved:
         upper = upper + inner.problem.error
     precision = f"{op.problem.products} products, float64 iteration"
     names = {"solver": "krylov", "precision": precision, "bound_kind": found.bound.kind}
-    solved = finish(op, ritz, found.k, upper, below, fallbacks=found.fallbacks, **names)
-    return _limited(solved, found.k, run.tol)
+    return finish(op, ritz, found.k, upper, below, fallbacks=found.fallbacks, **names)
 
 
 def _fits(side: int) -> bool:
@@ -240,20 +239,23 @@ def _whole_gram(op: Dense, n_components: float | None, most: int, note: str) -> 
     return Found(leading, k, Bound(below), (note,))
 
 
-def _limited(solved: Solved, k: int, tol: float) -> Solved:
-    """Says so where rounding of λ₁, not the search, decides how much may be missed."""
-    total, last = solved.total_variance.item(), max(0.0, solved.spectrum[-1].item()) if k else 0.0
-    asked = tol * total  # beyond the rank there is no variance to be exact about
-    if last > solved.floor:
-        asked = min(asked, DIRECTIONS * tol * last)
-    least = 2 * k * solved.floor
-    if least <= asked:
-        return solved
-    note = (
-        f"krylov: rounding beside λ₁ keeps `missed_ratio_bound` above {least / total:.1e}, "
-        f"{asked / total:.1e} was asked for"
-    )
-    return replace(solved, fallbacks=(*solved.fallbacks, note))
+def _said(result: PCAResult, tol: float) -> PCAResult:
+    """Says so where less was proved than was asked for: rounding of λ₁ hides it, not the search."""
+    certificate, k = result.certificate, result.n_components
+    total = result.total_variance.item()
+    last = result.spectrum[k - 1].item() if k else 0.0
+    asked = tol  # beyond the rank there is no variance to be exact about
+    if last > certificate.rounding_floor:
+        asked = min(asked, DIRECTIONS * tol * last / total)
+    if total == 0 or certificate.missed_ratio_bound <= asked:
+        return result
+    why = "rounding beside λ₁ hides more"
+    if certificate.bound_kind.startswith("probability"):
+        why = "the probes did not prove more"
+    bound = certificate.missed_ratio_bound
+    note = f"krylov: `missed_ratio_bound` is {bound:.1e}, {asked:.1e} was asked for; {why}"
+    notes = (*certificate.fallbacks, note)
+    return replace(result, certificate=replace(certificate, fallbacks=notes))
 
 
 def _nothing(op: Operator, n_components: float | None) -> Solved:
