@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 LARGEST_INTEGER = 2**53  # float64 holds every integer up to here, and not the next one
-LARGEST = 1e150  # squares of larger values, or their sums, leave float64
+LARGEST = 1e70  # squares of the variances of larger values leave float64
+WEIGHTS = 1e-70, 1e70  # likewise squares of weights, and their sums
 LAPACK_LARGEST = 32766  # beyond this the 32-bit work sizes of LAPACK's eigensolvers overflow
 
 
@@ -26,8 +27,12 @@ def as_tensor(x: Any, name: str = "x") -> Tensor:
 
     Raises:
         TypeError: not numeric, wider than 64 bits, complex, or with integers that float64 cannot hold.
-        ValueError: sparse.
+        ValueError: sparse, or a masked array.
     """
+    if isinstance(x, np.ma.MaskedArray):
+        raise ValueError(
+            f"`{name}` is a masked array, whose mask would be lost; pass `{name}.data` and a `mask`."
+        )
     if hasattr(x, "tocsr"):
         raise ValueError(_dense_only(name))
     if not isinstance(x, Tensor):
@@ -174,6 +179,12 @@ def as_weights(weights: Any, shape: tuple[int, ...], device: torch.device) -> Te
         raise ValueError(
             "`weights` must be finite and not negative; select rows with `mask` to leave them out."
         )
+    counted = weights[weights > 0]
+    if len(counted) and not WEIGHTS[0] <= counted.min().item() <= counted.max().item() <= WEIGHTS[1]:
+        raise ValueError(
+            f"`weights` must be 0 or between {WEIGHTS[0]:g} and {WEIGHTS[1]:g}, got {counted.min().item():g} "
+            f"to {counted.max().item():g}; divide them by their largest."
+        )
     return weights
 
 
@@ -263,6 +274,15 @@ def check_whole(value: Any, name: str, least: int) -> None:
     check_number(value, name, allowed, whole and int(value) >= least)
 
 
+def check_flag(value: Any, name: str) -> None:
+    """Refuse what is neither true nor false.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    check_number(value, name, "True or False", isinstance(value, bool | np.bool_))
+
+
 def check_seed(random_state: Any) -> None:
     """Refuse what is no seed, no generator and not None.
 
@@ -270,8 +290,11 @@ def check_seed(random_state: Any) -> None:
         ValueError: it is none of them.
     """
     whole = isinstance(random_state, numbers.Integral) and not isinstance(random_state, bool)
+    whole = whole and -(2**63) <= int(random_state) < 2**64
     fine = random_state is None or whole or isinstance(random_state, torch.Generator)
-    check_number(random_state, "random_state", "an integer, a `torch.Generator` or None", fine)
+    check_number(
+        random_state, "random_state", "an integer of at most 64 bits, a `torch.Generator` or None", fine
+    )
 
 
 def check_ddof(ddof: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
@@ -55,12 +56,37 @@ def one_thread(rows: int) -> Generator[None]:
     Args:
         rows: of the matrix.
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1 if rows <= SUBSET_FROM else before)
+    if rows > SUBSET_FROM:
+        yield
+        return
+    _enter_one()
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        _leave_one()
+
+
+class _Threads:
+    """Who runs on one thread now, and how many there were before: two fits may overlap."""
+
+    lock = threading.Lock()
+    inside = 0
+    before = 1
+
+
+def _enter_one() -> None:
+    with _Threads.lock:
+        if not _Threads.inside:
+            _Threads.before = torch.get_num_threads()
+        _Threads.inside += 1
+        torch.set_num_threads(1)
+
+
+def _leave_one() -> None:
+    with _Threads.lock:
+        _Threads.inside -= 1
+        if not _Threads.inside:
+            torch.set_num_threads(_Threads.before)
 
 
 def _scipy_linalg() -> ModuleType | None:

@@ -55,6 +55,7 @@ class Moments:
         self.device: torch.device | None = None if device is None else torch.device(device)
         self._sums: list[Scatter] = []
         self._pending_group = 0
+        self._torn = False  # an interrupt or a failure left rows counted in part
         require_square(
             n_features, groups, torch.device(device or "cpu"), "use `svd_solver='full'` on the data itself"
         )
@@ -220,12 +221,32 @@ class Moments:
         """Sum the rows of small batches that wait; reading does it by itself."""
         if not self._intake.waiting:
             return
+        self._check_whole()
         rows, w = self._intake.gathered()
-        with exact_products(rows.device):
-            self._add(rows, w, self._pending_group)
-        self._intake.waiting = []
+        sums = self._sums[self._pending_group]
+        before, self._torn = sums.n, True  # until they are counted, or wait again
+        waiting, self._intake.waiting = self._intake.waiting, []
+        try:
+            with exact_products(rows.device):
+                self._add(rows, w, self._pending_group)
+        except BaseException:  # a Ctrl-C too: what was not counted goes on waiting
+            if sums.n == before and not sums.torn:
+                self._intake.waiting, self._torn = waiting, False
+            raise
 
     # --- inside ------------------------------------------------------------------------------------
+
+    def _check_whole(self) -> None:
+        """Refuse sums that an interrupt tore.
+
+        Raises:
+            RuntimeError: rows were counted in part.
+        """
+        if self._torn:
+            raise RuntimeError(
+                "this statistic was interrupted while it counted rows, and holds some of them in part; "
+                "start a new one."
+            )
 
     def _check_group(self, group: int) -> None:
         check_number(
@@ -243,6 +264,7 @@ class Moments:
         if not self._sums:
             self._allocate(self.device or rows.device, rows.dtype)
         self._intake.note(rows.dtype)
+        self._check_whole()
         if len(rows) >= BUFFER_ROWS:
             self._add(rows, w, group)
             return
@@ -251,9 +273,16 @@ class Moments:
             self.flush()
 
     def _add(self, rows: Tensor, w: Tensor | None, group: int) -> None:
-        for i in range(0, len(rows), CHUNK_ROWS):
-            part = rows[i : i + CHUNK_ROWS].to(self.device)
-            self._sums[group].add(part, None if w is None else w[i : i + CHUNK_ROWS].to(self.device))
+        sums = self._sums[group]
+        before, self._torn = sums.n, True
+        try:
+            for i in range(0, len(rows), CHUNK_ROWS):
+                part = rows[i : i + CHUNK_ROWS].to(self.device)
+                sums.add(part, None if w is None else w[i : i + CHUNK_ROWS].to(self.device))
+        except BaseException:  # a Ctrl-C too
+            self._torn = sums.torn or sums.n != before
+            raise
+        self._torn = False
 
     def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         require_square(self.n_features, self.groups, device, "use `svd_solver='full'` on the data itself")
@@ -265,6 +294,7 @@ class Moments:
     def _total(self) -> Scatter:
         """The sums over all groups; not to be changed by the caller."""
         self.flush()
+        self._check_whole()
         if not self._sums:
             return Scatter(self.n_features, torch.device("cpu"), torch.float64)
         if self.groups == 1:

@@ -169,7 +169,7 @@ class RFactor:
             rows, w = rows.to(self.device), None if w is None else w.to(self.device)
             self._intake.note(rows.dtype)
             if len(rows) >= self._enough:
-                self._add(rows, w)
+                self._sums = self._with(rows, w)
             elif self._intake.wait(rows, w) >= self._enough:
                 self.flush()
         return self
@@ -212,8 +212,8 @@ class RFactor:
             return
         rows, w = self._intake.gathered()
         with exact_products(rows.device):
-            self._add(rows, w)
-        self._intake.waiting = []
+            total = self._with(rows, w)
+        self._sums, self._intake.waiting = total, []  # together: an interrupt counts nothing twice
 
     # --- inside ------------------------------------------------------------------------------------
 
@@ -238,13 +238,13 @@ class RFactor:
             self._sums = _Factor.empty(self.n_features, device)
         return self._sums
 
-    def _add(self, rows: Tensor, w: Tensor | None) -> None:
-        """Merge rows in parts of equal length: a short one at the end would cost as much as a long one."""
+    def _with(self, rows: Tensor, w: Tensor | None) -> _Factor:
+        """The sums and these rows, in parts of equal length: a short one would cost as much as a long one."""
         total, parts = self._total_of_sums(), -(-len(rows) // max(CHUNK_ROWS, self.n_features))
         weights = [None] * parts if w is None else w.tensor_split(parts)
         for part, of_part in zip(rows.tensor_split(parts), weights, strict=True):
             total = _merged(total, _centred(part.double(), of_part), self._work)
-        self._sums = total
+        return total
 
     def _total_of_sums(self) -> _Factor:
         return self._sums or _Factor.empty(self.n_features, torch.device("cpu"))

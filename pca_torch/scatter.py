@@ -30,6 +30,7 @@ class Scatter:
     def __init__(self, d: int, device: torch.device, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.n = 0
+        self.torn = False  # rows are being counted
         self.weight = 0.0  # Σw
         self.weight_sq = 0.0  # Σw²
         self.depth = 0  # longest chain of additions behind an entry of the scatter
@@ -120,11 +121,13 @@ class Scatter:
             x -= low
             x *= w.sqrt()[:, None]
             low = for_all + low
+        self.torn = True
         self._shift(len(x), weight, weight_sq, near + low)
         self.depth = max(self.depth, len(x)) + 1
         add_gram(self._upper, x, dtype)
         if self.measured:
             self._probe.addmm_(x.mT, x @ self._signs)
+        self.torn = False
 
     def merge(self, other: Scatter) -> None:
         """Add the rows of `other`, which stays as it is."""

@@ -327,7 +327,7 @@ def test_rows_left_out_may_hold_anything():
 
 def test_finite_rows_whose_squares_overflow_are_refused():
     rows = torch.full((3, 2), 1e300, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"values beyond 1e\+150, whose squares leave float64"):
+    with pytest.raises(ValueError, match=r"values beyond 1e\+70, whose squares leave float64"):
         checks.select_rows(rows, None, None, "raise")
     kept, _, dropped = checks.select_rows(rows.float().nan_to_num() * 0 + 1e30, None, None, "raise")
     assert (len(kept), dropped) == (3, 0)
@@ -402,3 +402,24 @@ def test_sparse_samples_are_refused_where_rows_are_wanted(door, form):
     }
     with pytest.raises(ValueError, match=r"must be dense here, got a sparse matrix.* pass `x\.to_dense\(\)`"):
         doors[door](sparse)
+
+
+def test_masked_arrays_and_weights_that_overflow_are_refused():
+    masked = np.ma.masked_array(np.eye(3), mask=np.eye(3, dtype=bool))
+    with pytest.raises(ValueError, match=r"`x` is a masked array, whose mask would be lost; pass `x.data`"):
+        pt.decompose(masked)
+    for scale in (1e-200, 1e200):
+        with pytest.raises(ValueError, match=r"`weights` must be 0 or between 1e-70 and 1e\+70"):
+            pt.decompose(torch.eye(3), weights=scale * torch.ones(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", ["center", "standardize", "whiten"])
+def test_flags_are_true_or_false(name):
+    for door in (lambda **option: pt.PCA(**option), lambda **option: pt.decompose(torch.eye(3), **option)):
+        with pytest.raises(ValueError, match=f"`{name}` must be True or False, got 'no'"):
+            door(**{name: "no"})
+
+
+def test_seeds_fit_in_64_bits():
+    with pytest.raises(ValueError, match="`random_state` must be an integer of at most 64 bits"):
+        pt.PCA(random_state=2**70)

@@ -94,3 +94,33 @@ def test_small_problems_run_on_one_thread_which_gives_the_others_back():
             assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_overlapping_fits_give_the_threads_back():
+    import threading
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    inside, both, first_left = threading.Event(), threading.Event(), threading.Event()
+
+    def first():
+        with one_thread(10):
+            inside.set()
+            both.wait(10)
+        first_left.set()
+
+    def second():
+        inside.wait(10)
+        with one_thread(10):
+            both.set()
+            first_left.wait(10)
+
+    try:
+        threads = [threading.Thread(target=run) for run in (first, second)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

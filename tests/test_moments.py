@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import sys
 
 import pytest
 import torch
@@ -312,3 +313,48 @@ def test_small_batches_of_several_dtypes_wait_together():
 def test_a_device_is_kept_for_the_first_rows():
     assert Moments(2, device="cpu").update(samples(3, 2).float()).product_dtype == torch.float64
     assert Moments(2, device="cpu").n_samples == 0
+
+
+class Interrupted:
+    """Ctrl-C at the n-th line that runs in the statistics."""
+
+    def __init__(self, at):
+        self.left = at
+
+    def __call__(self, frame, event, _):
+        if not frame.f_code.co_filename.endswith(("moments.py", "rfactor.py", "scatter.py")):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.parametrize("kind", [pt.Moments, pt.RFactor])
+def test_an_interrupt_never_counts_rows_twice_or_in_part(kind):
+    x = samples(900, 4)
+    outcomes = set()
+    for at in range(1, 2000):
+        statistic, before = kind(4).update(x[:300]), sys.gettrace()
+        sys.settrace(trace := Interrupted(at))
+        try:
+            statistic.update(x[300:600])
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        if trace.left > 0:
+            break
+        n = statistic.n_samples
+        if getattr(statistic, "_torn", False):
+            with pytest.raises(RuntimeError, match="interrupted while it counted rows"):
+                statistic.covariance()
+            outcomes.add("refused")
+            continue
+        covariance = statistic.covariance()
+        outcomes.add(n)
+        assert n in {300, 600}
+        torch.testing.assert_close(covariance, torch.cov(x[:n].mT), rtol=1e-9, atol=1e-12)
+    assert {300, 600} <= outcomes
+    assert trace.left > 0  # the last run was not interrupted: every line had its turn

@@ -16,6 +16,7 @@ from pca_torch._checks import (
     as_weights,
     check_choice,
     check_ddof,
+    check_flag,
     check_positive,
     check_seed,
     check_whole,
@@ -109,6 +110,8 @@ def decompose(
     check_choice(svd_solver, "svd_solver", ("auto", *SOLVERS))
     check_choice(nonfinite, "nonfinite", ("raise", "drop"))
     check_choice(precision, "precision", ("auto", "float32", "float64"))
+    for name, flag in (("center", center), ("standardize", standardize), ("whiten", whiten)):
+        check_flag(flag, name)
     check_ddof(ddof)
     check_positive(tol, "tol")
     check_whole(n_oversamples, "n_oversamples", 0)

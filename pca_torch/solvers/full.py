@@ -53,8 +53,8 @@ def solve(
 
     Accuracy: backward stable, each singular value is off by a few u·σ₁; see `factor_noise`.
     """
-    check_count(n_components, *x.shape)
     divisor = _divisor(len(x), weights, ddof)
+    check_count(n_components, *x.shape)
     work = product_dtype(x.dtype, x.device, precision)
     with exact_products(x.device):
         mean, z = _centred(x, weights, center)
