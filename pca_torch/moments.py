@@ -15,6 +15,9 @@ from pca_torch.scatter import Scatter
 
 __all__ = ["Moments"]
 
+CHUNK_BYTES = 2**24  # of float64 rows of one product: the allocator maps larger arrays afresh, page by page
+LEAST_ROWS = 256  # of one product, however long they are: its D×D sums are read and written once a chunk
+
 
 class Moments:
     """Mean and centred scatter of rows with D features, in one pass.
@@ -276,9 +279,10 @@ class Moments:
         sums = self._sums[group]
         before, self._torn = sums.n, True
         try:
-            for i in range(0, len(rows), CHUNK_ROWS):
-                part = rows[i : i + CHUNK_ROWS].to(self.device)
-                sums.add(part, None if w is None else w[i : i + CHUNK_ROWS].to(self.device))
+            step = min(CHUNK_ROWS, max(LEAST_ROWS, CHUNK_BYTES // (8 * self.n_features)))
+            for i in range(0, len(rows), step):
+                part = rows[i : i + step].to(self.device)
+                sums.add(part, None if w is None else w[i : i + step].to(self.device))
         except BaseException:  # a Ctrl-C too
             self._torn = sums.torn or sums.n != before
             raise
