@@ -307,6 +307,35 @@ def check_ddof(ddof: Any) -> None:
     check_number(ddof, "ddof", "a number ≥ 0", number and float(ddof) >= 0)
 
 
+def divisor_of(
+    n: int,
+    weight: float,
+    weight_sq: float,
+    ddof: float,
+    empty: str = "`x` has no rows that count; give at least one sample.",
+) -> float:
+    """Σw - ddof·Σw²/Σw, which is N - ddof without weights.
+
+    Args:
+        n: N.
+        weight: Σw.
+        weight_sq: Σw².
+        ddof: delta degrees of freedom.
+        empty: what to say where there are no rows.
+
+    Raises:
+        ValueError: nothing would be left to divide by.
+    """
+    if n == 0:
+        raise ValueError(empty)
+    divisor = weight - ddof * weight_sq / weight
+    if divisor <= 1e-12 * weight:
+        raise ValueError(
+            f"`ddof` = {ddof} needs more than {ddof} samples, got {n}; give more, or pass ddof=0."
+        )
+    return divisor
+
+
 def check_choice(value: Any, name: str, choices: Sequence[str]) -> None:
     """Refuse a value that is none of `choices`.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import torch
@@ -11,9 +10,10 @@ from torch import Tensor
 from pca_torch._checks import as_mask, as_rows, as_weights, check_choice, check_whole, select_rows
 from pca_torch.precision import exact_products, unit_roundoff
 
-__all__ = ["BUFFER_ROWS", "CHUNK_ROWS", "Intake", "divisor_of"]
+__all__ = ["BUFFER_ROWS", "CHUNK_ROWS", "UNCOUNTED", "Intake"]
 
 CHUNK_ROWS = 4096  # rows of one product or factorisation; longer batches are cut
+UNCOUNTED = "no rows were counted; `update` with at least one row first."
 BUFFER_ROWS = 512  # shorter batches wait for company: a D×D update per row would cost as much as 256
 
 
@@ -90,25 +90,3 @@ class Intake:
         if all(w is None for _, w in self.waiting):
             return rows, None
         return rows, torch.cat([rows.new_ones(len(r)) if w is None else w for r, w in self.waiting])
-
-
-def divisor_of(n: int, weight: float, weight_sq: float, ddof: float) -> float:
-    """Σw - ddof·Σw²/Σw, which is N - ddof without weights.
-
-    Args:
-        n: N.
-        weight: Σw.
-        weight_sq: Σw².
-        ddof: delta degrees of freedom.
-
-    Raises:
-        ValueError: nothing would be left to divide by.
-    """
-    if n == 0:
-        raise ValueError("no rows were counted; `update` with at least one row first.")
-    divisor = weight - ddof * weight_sq / weight
-    if divisor <= 0 or math.isclose(divisor, 0, abs_tol=1e-12 * weight):
-        raise ValueError(
-            f"`ddof` = {ddof} needs more than {ddof} samples, got {n}; give more, or pass ddof=0."
-        )
-    return divisor

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pca_torch._checks import check_choice, check_number, check_whole, require_square
-from pca_torch.intake import BUFFER_ROWS, CHUNK_ROWS, Intake, divisor_of
+from pca_torch._checks import check_choice, check_number, check_whole, divisor_of, require_square
+from pca_torch.intake import BUFFER_ROWS, CHUNK_ROWS, UNCOUNTED, Intake
 from pca_torch.precision import Precision, exact_products, product_dtype
 from pca_torch.scatter import Scatter
 
@@ -111,7 +111,7 @@ class Moments:
             ValueError: nothing would be left to divide by.
         """
         total = self._total()
-        return divisor_of(total.n, total.weight, total.weight_sq, ddof)
+        return divisor_of(total.n, total.weight, total.weight_sq, ddof, UNCOUNTED)
 
     def covariance(self, ddof: float = 1) -> Tensor:
         """(D, D) float64 covariance with divisor Σw - ddof·Σw²/Σw.

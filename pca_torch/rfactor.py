@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pca_torch._checks import check_choice, require_square
-from pca_torch.intake import BUFFER_ROWS, CHUNK_ROWS, Intake, divisor_of
+from pca_torch._checks import check_choice, divisor_of, require_square
+from pca_torch.intake import BUFFER_ROWS, CHUNK_ROWS, UNCOUNTED, Intake
 from pca_torch.linalg import two_sum
 from pca_torch.precision import Precision, exact_products, factor_noise, product_dtype, unit_roundoff
 
@@ -121,7 +121,7 @@ class RFactor:
             ValueError: nothing would be left to divide by.
         """
         total = self._total()
-        return divisor_of(total.n, total.weight, total.weight_sq, ddof)
+        return divisor_of(total.n, total.weight, total.weight_sq, ddof, UNCOUNTED)
 
     def covariance(self, ddof: float = 1) -> Tensor:
         """(D, D) float64 RᵀR / (Σw - ddof·Σw²/Σw), for looking: its eigenvalues have lost what R keeps.

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pca_torch._checks import divisor_of
 from pca_torch.bounds import check_total, constant_columns, standard_deviations
 from pca_torch.operators.base import Problem
 from pca_torch.precision import unit_roundoff
 
-__all__ = ["Columns", "check_divisor", "facts"]
+__all__ = ["Columns", "facts"]
 
 U64 = unit_roundoff(torch.float64)
 ENTRY = 16  # an entry is shifted twice, scaled and weighted, on both sides of its square, with room of two
@@ -31,28 +32,6 @@ class Columns:
     dtype: torch.dtype  # of the data
 
 
-def check_divisor(n: int, weight: float, weight_sq: float, ddof: float) -> float:
-    """Σw - ddof·Σw²/Σw, which is N - ddof without weights.
-
-    Args:
-        n: N.
-        weight: Σw.
-        weight_sq: Σw².
-        ddof: delta degrees of freedom.
-
-    Raises:
-        ValueError: nothing would be left to divide by.
-    """
-    if n == 0:
-        raise ValueError("`x` has no rows that count; give at least one sample.")
-    divisor = weight - ddof * weight_sq / weight
-    if divisor <= 1e-12 * weight:
-        raise ValueError(
-            f"`ddof` = {ddof} needs more than {ddof} samples, got {n}; give more, or pass ddof=0."
-        )
-    return divisor
-
-
 def facts(columns: Columns, *, center: bool, standardize: bool, ddof: float) -> Problem:
     """The problem of float64 products with rows that are centred and scaled on the way.
 
@@ -69,7 +48,7 @@ def facts(columns: Columns, *, center: bool, standardize: bool, ddof: float) -> 
     Raises:
         ValueError: too few rows for `ddof`, or the total variance overflowed.
     """
-    divisor = check_divisor(columns.n_samples, columns.weight, columns.weight_sq, ddof)
+    divisor = divisor_of(columns.n_samples, columns.weight, columns.weight_sq, ddof)
     share = columns.weight / divisor
     mean, variance, slip = columns.mean, columns.scatter / divisor, columns.slip
     second_moment = columns.scatter / columns.weight + mean.square()

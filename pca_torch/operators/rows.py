@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pca_torch._checks import free_memory
+from pca_torch._checks import divisor_of, free_memory
 from pca_torch.linalg import add_gram, mirror, two_sum
 from pca_torch.operators.base import product_noise
-from pca_torch.operators.columns import Columns, check_divisor, facts
+from pca_torch.operators.columns import Columns, facts
 from pca_torch.precision import exact_products, unit_roundoff
 
 __all__ = ["Rows"]
@@ -140,7 +140,7 @@ class Rows:
         n, d = self._x.shape
         weight = float(n) if weights is None else weights.sum().item()
         weight_sq = float(n) if weights is None else weights.square().sum().item()
-        check_divisor(n, weight, weight_sq, ddof)
+        divisor_of(n, weight, weight_sq, ddof)
         w = self._x.new_ones(n, dtype=torch.float64) if weights is None else weights
         for _ in range(2):
             self._shifts.append(self._sums(w, 1) / weight)

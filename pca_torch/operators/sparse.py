@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pca_torch._checks import as_tensor
+from pca_torch._checks import as_tensor, divisor_of
 from pca_torch.operators.base import product_noise
-from pca_torch.operators.columns import Columns, check_divisor, facts
+from pca_torch.operators.columns import Columns, facts
 from pca_torch.precision import exact_products, unit_roundoff
 
 __all__ = ["Sparse", "is_sparse"]
@@ -68,7 +68,7 @@ class Sparse:
                 by_rows, w, dropped = _counted(by_rows, w, nonfinite)
                 self._root = w.sqrt()[:, None]  # r
                 self._weight = w.sum().item()
-                check_divisor(int((w > 0).sum()), self._weight, w.square().sum().item(), ddof)
+                divisor_of(int((w > 0).sum()), self._weight, w.square().sum().item(), ddof)
                 by_columns = _transposed(by_rows)
                 columns = _columns(by_columns, w, dtype)
                 self.problem = facts(columns, center=center, standardize=standardize, ddof=ddof)

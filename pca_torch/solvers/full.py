@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from pca_torch._checks import divisor_of
 from pca_torch.bounds import (
     Solved,
     assemble,
@@ -53,7 +54,9 @@ def solve(
 
     Accuracy: backward stable, each singular value is off by a few u·σ₁; see `factor_noise`.
     """
-    divisor = _divisor(len(x), weights, ddof)
+    n = float(len(x))
+    total, square = (n, n) if weights is None else (weights.sum().item(), weights.square().sum().item())
+    divisor = divisor_of(len(x), total, square, ddof)
     check_count(n_components, *x.shape)
     work = product_dtype(x.dtype, x.device, precision)
     with exact_products(x.device):
@@ -98,24 +101,6 @@ def solve(
             centred=center,
             whiten=whiten,
         )
-
-
-def _divisor(n: int, weights: Tensor | None, ddof: float) -> float:
-    """N - ddof, or Σw - ddof·Σw²/Σw.
-
-    Raises:
-        ValueError: nothing would be left to divide by.
-    """
-    if n == 0:
-        raise ValueError("`x` has no rows that count; give at least one sample.")
-    total = float(n) if weights is None else weights.sum().item()
-    square = float(n) if weights is None else weights.square().sum().item()
-    divisor = total - ddof * square / total
-    if divisor <= 1e-12 * total:
-        raise ValueError(
-            f"`ddof` = {ddof} needs more than {ddof} samples, got {n}; give more, or pass ddof=0."
-        )
-    return divisor
 
 
 def _centred(x: Tensor, weights: Tensor | None, center: bool) -> tuple[Tensor, Tensor]:
