@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from pca_torch import spectrum, subspace
+from pca_torch.covariances import batch_covariance
 from pca_torch.estimator import PCA
 from pca_torch.export import load, save
 from pca_torch.hooks import capture, match_sites
@@ -26,6 +27,7 @@ __all__ = [
     "SiteReport",
     "TokenViews",
     "analyse",
+    "batch_covariance",
     "capture",
     "choose_solver",
     "decompose",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pca_torch.basis import Basis, orthonormalise
-from pca_torch.eigen import one_thread
+from pca_torch.eigen import small_eigvalsh
 from pca_torch.linalg import gaussian
 from pca_torch.operators.base import Operator
 from pca_torch.precision import unit_roundoff
@@ -113,8 +113,7 @@ def probe(
         if not len(block):
             break
         block = basis.append(block, op.noise)
-        with one_thread(basis.size):
-            xi = torch.linalg.eigvalsh(basis.projected)[-1].item()
+        xi = small_eigvalsh(basis.projected)[-1].item()
         below = max(0.0, xi) * math.cosh(reach / (2 * q - 1)) ** 2 + op.noise * top
         if below < best.below:
             best = Bound(below, STATED)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-__all__ = ["eigenpairs", "one_thread"]
+from pca_torch.threads import SMALL, one_thread
+
+__all__ = ["eigenpairs", "small_eigh", "small_eigvalsh"]
 
 SUBSET_FROM = 512  # rows below which all vectors cost no more than some
 
@@ -47,46 +47,34 @@ def eigenpairs(matrix: Tensor, choose: Callable[[Tensor], int] | None = None) ->
     return torch.from_numpy(values).flip(0), torch.from_numpy(vectors).mT.flip(0)
 
 
-@contextmanager
-def one_thread(rows: int) -> Generator[None]:
-    """An eigenproblem of so many rows inside runs on one thread, if it is small.
+def small_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """`torch.linalg.eigh` of a matrix that is mostly small: a CPU takes milliseconds, and one thread.
 
-    Threaded LAPACK waits for busy cores: two milliseconds of work on 200 rows then take half a second.
+    A GPU would take longer for up to 512 rows, by what such calls cost there; that is unmeasured.
 
     Args:
-        rows: of the matrix.
+        matrix: (m, m) symmetric, on any device.
+
+    Returns:
+        Values (m,), ascending, and eigenvectors (m, m) as columns, on the device of `matrix`.
     """
-    if rows > SUBSET_FROM:
-        yield
-        return
-    _enter_one()
-    try:
-        yield
-    finally:
-        _leave_one()
+    with one_thread(len(matrix)):
+        values, vectors = torch.linalg.eigh(_where_fast(matrix))
+    return values.to(matrix.device), vectors.to(matrix.device)
 
 
-class _Threads:
-    """Who runs on one thread now, and how many there were before: two fits may overlap."""
+def small_eigvalsh(matrix: Tensor) -> Tensor:
+    """The values (m,) of `small_eigh` alone, ascending, on the CPU where it is small.
 
-    lock = threading.Lock()
-    inside = 0
-    before = 1
-
-
-def _enter_one() -> None:
-    with _Threads.lock:
-        if not _Threads.inside:
-            _Threads.before = torch.get_num_threads()
-        _Threads.inside += 1
-        torch.set_num_threads(1)
+    Args:
+        matrix: (m, m) symmetric, on any device.
+    """
+    with one_thread(len(matrix)):
+        return torch.linalg.eigvalsh(_where_fast(matrix))
 
 
-def _leave_one() -> None:
-    with _Threads.lock:
-        _Threads.inside -= 1
-        if not _Threads.inside:
-            torch.set_num_threads(_Threads.before)
+def _where_fast(matrix: Tensor) -> Tensor:
+    return matrix.cpu() if len(matrix) <= SMALL else matrix
 
 
 def _scipy_linalg() -> ModuleType | None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pca_torch.bounds import Rest, Solved
-from pca_torch.eigen import one_thread
+from pca_torch.eigen import small_eigh, small_eigvalsh
 from pca_torch.operators.base import Operator
 from pca_torch.precision import unit_roundoff
 
@@ -74,8 +74,7 @@ def rayleigh_ritz(
     if projected is None:
         projected = rows @ images.mT
         projected = (projected + projected.mT) / 2
-    with one_thread(len(rows)):
-        values, turn = torch.linalg.eigh(projected)
+    values, turn = small_eigh(projected)
     turn = turn.mT.flip(0)[:keep]
     return Ritz(values.flip(0)[:keep], turn @ rows, turn @ images)
 
@@ -116,8 +115,7 @@ def _head(ritz: Ritz, delta: float) -> Tensor:
     """Eigenvalues of Θ + G/δ (p,), descending, rounded up."""
     matrix = (ritz.values.diag() + ritz.gram / delta).cpu()  # where small problems are solved in a moment
     rounding = 4 * U64 * math.sqrt(len(matrix)) * torch.linalg.matrix_norm(matrix)
-    with one_thread(len(matrix)):
-        return torch.linalg.eigvalsh(matrix).flip(0) + rounding
+    return small_eigvalsh(matrix).flip(0) + rounding
 
 
 def outside(ritz: Ritz, k: int, below: float) -> float:

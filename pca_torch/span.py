@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pca_torch.eigen import one_thread
+from pca_torch.eigen import small_eigvalsh
 
 __all__ = ["Span"]
 
@@ -37,7 +37,6 @@ class Span:
         image = torch.linalg.solve_triangular(factor, applied, upper=False)
         inner = image @ w.mT
         inner = (inner + inner.mT) / 2
-        with one_thread(len(v)):
-            least = torch.linalg.eigvalsh(inner)[0].item()
+        least = small_eigvalsh(inner)[0].item()
         residual = torch.linalg.vector_norm(image - inner @ w).item()
         return cls(inner.trace().item(), least, residual)

@@ -33,9 +33,9 @@ FLOORS = {
     5: ["operators.dense", "operators.columns", "ritz"],
     4: ["moments", "rfactor", "bounds"],  # facts, and what they are worth
     3: ["scatter", "intake", "spectrum", "tokens", "hooks", "sources", "models", "texts", "layout", *SMALL],
-    2: ["result", "linalg", "eigen", "svd", "basis"],  # values, and small algebra
+    2: ["result", "linalg", "eigen", "svd", "basis", "covariances"],  # values, and small algebra
     1: ["precision"],
-    0: ["_checks", "_files", "_labels"],  # ground
+    0: ["_checks", "_files", "_labels", "threads"],  # ground
 }
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules}
 

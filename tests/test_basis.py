@@ -1,5 +1,7 @@
 """A basis that grows: orthonormal, complete behind a massive direction, its projection known for nothing."""
 
+import math
+
 import pytest
 import torch
 
@@ -124,3 +126,51 @@ def test_images_that_nobody_reads_are_not_kept():
     _, lean, _ = grown(turned(power(D)), 5, keep_images=False)
     assert torch.equal(lean.projected, kept.projected)
     assert len(lean.images) == 0
+
+
+@pytest.fixture
+def cholesky_first(monkeypatch):
+    """What a GPU does, on the CPU; counts Householder's factorisations."""
+    from pca_torch import basis
+
+    seen, qr = [], torch.linalg.qr
+
+    def counted(*args, **options):
+        seen.append(args)
+        return qr(*args, **options)
+
+    monkeypatch.setattr(basis, "CHOLESKY_FIRST", ("cpu",))
+    monkeypatch.setattr(torch.linalg, "qr", counted)
+    return seen
+
+
+@pytest.mark.parametrize("inside", [0, 10])
+@pytest.mark.parametrize("condition", [1.0, 1e4])
+def test_cholesky_alone_gives_orthonormal_rows(cholesky_first, inside, condition):
+    basis = frame(inside, D, seed=1)
+    w = torch.logspace(0, -math.log10(condition), 8, dtype=torch.float64)[:, None] * frame(8, D, seed=5)
+    w = turned(torch.ones(8, dtype=torch.float64)) @ w  # rows that lean on each other
+    cholesky_first.clear()
+    rows, _ = orthonormalise(w, basis, 8 * U64)
+    assert len(rows) == 8
+    assert off_orthonormal(basis, rows) <= ROUNDING
+    left = w - (w @ basis.mT) @ basis
+    assert (left - (left @ rows.mT) @ rows).abs().max() <= ROUNDING * w.norm()
+    assert not cholesky_first
+
+
+@pytest.mark.parametrize("name", ["massive", "copies", "zero"])
+def test_householder_takes_over_where_cholesky_would_lose_rows(cholesky_first, name):
+    w = noise(6, D)
+    if name == "massive":
+        w = w + 1e9 * noise(6, 1, seed=3) * frame(1, D, seed=2)
+    elif name == "copies":
+        w[3:] = w[:3]
+    else:
+        w[2] = 0
+    want = {"massive": 6, "copies": 3, "zero": 5}[name]
+    cholesky_first.clear()
+    rows, _ = orthonormalise(w, NONE, 8 * U64 * D**0.5 * w.norm().item() / 6)
+    assert cholesky_first
+    assert len(rows) == want
+    assert off_orthonormal(rows) <= ROUNDING

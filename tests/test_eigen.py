@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pca_torch import eigen
-from pca_torch.eigen import eigenpairs, one_thread
+from pca_torch.eigen import eigenpairs
 from tests.matrices import U64, power, turned
 
 D = 80
@@ -81,46 +81,3 @@ def test_the_matrix_is_not_changed(route):
 def test_small_problems_take_all(monkeypatch):
     monkeypatch.setattr(eigen, "_scipy_linalg", lambda: object())  # whose `eigh` would be missed
     assert len(eigenpairs(turned(power(D)), lambda _: 1)[1]) == D
-
-
-def test_small_problems_run_on_one_thread_which_gives_the_others_back():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with pytest.raises(ZeroDivisionError), one_thread(eigen.SUBSET_FROM):
-            _ = 1 // (torch.get_num_threads() - 1)
-        assert torch.get_num_threads() == 2
-        with one_thread(eigen.SUBSET_FROM + 1):  # large ones gain by all of them
-            assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_overlapping_fits_give_the_threads_back():
-    import threading
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    inside, both, first_left = threading.Event(), threading.Event(), threading.Event()
-
-    def first():
-        with one_thread(10):
-            inside.set()
-            both.wait(10)
-        first_left.set()
-
-    def second():
-        inside.wait(10)
-        with one_thread(10):
-            both.set()
-            first_left.wait(10)
-
-    try:
-        threads = [threading.Thread(target=run) for run in (first, second)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)

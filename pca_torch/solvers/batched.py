@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from pca_torch.jacobi import jacobi_eigh
 from pca_torch.linalg import fix_signs
 from pca_torch.precision import exact_products, unit_roundoff
 from pca_torch.svd import LinAlgError
+from pca_torch.threads import side_by_side
 
 __all__ = ["BatchedResult", "decompose_batch"]
 
@@ -55,6 +57,12 @@ class _Solved:
     error: Tensor  # (B,)
     good: Tensor  # (B,)
 
+    @classmethod
+    def joined(cls, parts: Sequence[_Solved]) -> _Solved:
+        """The answers of all parts, in their order."""
+        columns = ([getattr(part, name) for part in parts] for name in cls.__dataclass_fields__)
+        return cls(*(torch.cat(column) for column in columns))
+
     def replaced(self, at: Tensor, other: _Solved) -> _Solved:
         """With the matrices where `at` (B,) holds taken from `other`."""
         pairs = ((getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__)
@@ -76,8 +84,8 @@ def decompose_batch(
     (10 √E + 40) u, or leaves a residual above that times its norm, is solved again by another driver.
 
     Args:
-        covariance: (..., E, E) symmetric, positive semi-definite up to rounding, any real dtype; not
-            changed. Its symmetric part is what is decomposed.
+        covariance: (..., E, E), such as `batch_covariance` makes: symmetric, positive semi-definite up to
+            rounding, any real dtype; not changed. Its symmetric part is what is decomposed.
         n_components: K in 0..E, or None for all E.
         driver: "auto", "eigh", "svd" or "jacobi".
 
@@ -122,7 +130,7 @@ def _checked_shape(c: Tensor, n_components: int | None) -> int:
     if c.ndim < 2 or c.shape[-1] != c.shape[-2] or not c.shape[-1]:
         raise ValueError(
             f"`covariance` must have shape (..., E, E) with E ≥ 1, got {tuple(c.shape)}; "
-            "for samples use `decompose`."
+            "for samples use `decompose`, or `batch_covariance` first."
         )
     e = c.shape[-1]
     k = as_components(n_components)
@@ -212,6 +220,16 @@ def _solve(c: Tensor, driver: str, shape: torch.Size) -> tuple[_Solved, str]:
 
 
 def _attempt(c: Tensor, driver: str) -> _Solved:
+    """The answers of one driver, measured."""
+
+    def answers(part: Tensor) -> _Solved:
+        with exact_products(part.device):  # in whatever thread
+            return _measured(part, driver)
+
+    return _Solved.joined(side_by_side(answers, c))
+
+
+def _measured(c: Tensor, driver: str) -> _Solved:
     """The answer of one driver, measured; nothing of it is good if the driver gives up."""
     try:
         values, rows = DRIVERS[driver](c)

@@ -15,7 +15,7 @@ from pca_torch.basis import Basis
 from pca_torch.bounds import Solved, assemble, check_count, kept
 from pca_torch.chebyshev import chebyshev
 from pca_torch.complement import Bound
-from pca_torch.eigen import eigenpairs
+from pca_torch.eigen import eigenpairs, small_eigvalsh
 from pca_torch.formed import covariance_of, gram_of, lifted
 from pca_torch.lanczos import lanczos
 from pca_torch.linalg import generator_from
@@ -34,6 +34,7 @@ DENSE_UP_TO = 512  # dimensions that a dense eigenproblem takes a fraction of a 
 FEW = 10  # K up to a tenth of the dimensions is worth an iteration
 SHARE_DIRECTIONS = 8  # a share that takes up to this part of the dimensions is worth one too
 BLOCK = 32
+WIDER = 2  # blocks on a GPU, where reading C takes as long for 64 rows as for 32 (on paper; unmeasured)
 GRAM_BYTES = 2**30  # of a float64 N×N or D×D; beyond it products with the samples are cheaper
 
 
@@ -170,19 +171,21 @@ def _fits(side: int) -> bool:
 def _search(op: Operator, run: _Run, prover: Prover) -> Found | None:
     """Lanczos or Chebyshev with the block, the memory and the effort that fit the operator."""
     d, generator = len(op.problem.mean), run.generator
+    on_gpu = op.problem.mean.device.type == "cuda"
+    wider = WIDER if on_gpu else 1
     if run.share is not None:
-        most = min(d, 3 * d // SHARE_DIRECTIONS + 2 * BLOCK)  # K converge in a space of some 3 K
+        block = BLOCK * wider
+        most = min(d, 3 * d // SHARE_DIRECTIONS + 2 * block)  # K converge in a space of some 3 K
         if op.matrix is None:  # two bases in a quarter of the memory
             free = free_memory(op.problem.mean.device) or 2**32
-            most = min(d, max(2 * BLOCK, min(most, free // 4 // (16 * d))))
+            most = min(d, max(2 * block, min(most, free // 4 // (16 * d))))
         count = partial(_reached, op, run.share)
-        return lanczos(op, count, prover, block=BLOCK, most=None, effort=most, generator=generator)
+        return lanczos(op, count, prover, block=block, most=None, effort=most, generator=generator)
     k = min(op.problem.n_samples, d) if run.n_components is None else int(run.n_components)
-    on_gpu = op.problem.mean.device.type == "cuda"
     if op.matrix is not None and (run.method == "chebyshev" or (run.method == "auto" and on_gpu)):
         return chebyshev(op, k, prover, generator=generator)
     # a pass over a disk costs the same for one row as for many
-    block = k + BLOCK if isinstance(op, OnDisk) else max(BLOCK, k // 4)
+    block = k + BLOCK if isinstance(op, OnDisk) else wider * max(BLOCK, k // 4)
     _check_memory(op, 4 * max(k, block))
     effort = 3 * d // 2 if op.matrix is not None else 20 * k + 40 * block
     return lanczos(
@@ -208,7 +211,7 @@ def _check_memory(op: Operator, rows: int) -> None:
 def _reached(op: Operator, share: float, basis: Basis) -> int | None:
     """K of a share, given the Ritz values so far: by interlacing it can only come out too large."""
     problem = op.problem
-    values = torch.linalg.eigvalsh(basis.projected).flip(0).clamp_min(0)
+    values = small_eigvalsh(basis.projected).flip(0).clamp_min(0)
     off = problem.error + op.noise * values[0].item()
     try:
         k = spectra.rank(values, share, total=problem.total_variance, floor=off, error=off)

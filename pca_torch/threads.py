@@ -1,0 +1,80 @@
+"""Threads and small problems: LAPACK does not divide them well, so each core takes problems of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["one_thread", "side_by_side"]
+
+SMALL = 512  # rows up to which an eigenproblem runs on one thread
+Answer = TypeVar("Answer")
+
+
+@contextmanager
+def one_thread(rows: int) -> Generator[None]:
+    """An eigenproblem of so many rows inside runs on one thread, if it is small.
+
+    Threaded LAPACK waits for busy cores: two milliseconds of work on 200 rows then take half a second.
+
+    Args:
+        rows: of the matrix.
+    """
+    if rows > SMALL:
+        yield
+        return
+    _enter_one()
+    try:
+        yield
+    finally:
+        _leave_one()
+
+
+def side_by_side(work: Callable[[Tensor], Answer], problems: Tensor) -> list[Answer]:
+    """`work` on parts of a batch, one part per core, each on one thread.
+
+    Large problems, and those that are not on a CPU, stay together.
+
+    Args:
+        work: takes a part (b, …) of the problems; the caller's grad mode and autocast do not reach it.
+        problems: (B, …, E); those with E up to 512 are small.
+
+    Returns:
+        The answers, in the order of the parts.
+    """
+    cores = torch.get_num_threads() if problems.device.type == "cpu" and problems.shape[-1] <= SMALL else 1
+    parts = problems.tensor_split(max(1, min(cores, len(problems))))
+    if len(parts) == 1:
+        return [work(problems)]
+
+    with one_thread(0), ThreadPoolExecutor(len(parts)) as pool:
+        return list(pool.map(work, parts))
+
+
+class _Threads:
+    """Who runs on one thread now, and how many there were before: two fits may overlap."""
+
+    lock = threading.Lock()
+    inside = 0
+    before = 1
+
+
+def _enter_one() -> None:
+    with _Threads.lock:
+        if not _Threads.inside:
+            _Threads.before = torch.get_num_threads()
+        _Threads.inside += 1
+        torch.set_num_threads(1)
+
+
+def _leave_one() -> None:
+    with _Threads.lock:
+        _Threads.inside -= 1
+        if not _Threads.inside:
+            torch.set_num_threads(_Threads.before)
