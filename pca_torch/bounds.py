@@ -13,8 +13,8 @@ from torch import Tensor
 from pca_torch import spectrum as spectra
 from pca_torch._checks import check_number
 from pca_torch.linalg import fix_signs
-from pca_torch.operators.base import product_noise
 from pca_torch.precision import unit_roundoff
+from pca_torch.problem import product_noise
 from pca_torch.result import Certificate, PCAResult
 from pca_torch.span import Span
 

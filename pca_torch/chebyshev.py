@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pca_torch.basis import orthonormalise
 from pca_torch.linalg import gaussian
-from pca_torch.operators.base import Operator
 from pca_torch.precision import unit_roundoff
+from pca_torch.problem import Operator
 from pca_torch.prover import Found, Prover
 from pca_torch.ritz import Ritz, rayleigh_ritz
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from pca_torch.basis import Basis, orthonormalise
 from pca_torch.eigen import small_eigvalsh
 from pca_torch.linalg import gaussian
-from pca_torch.operators.base import Operator
 from pca_torch.precision import unit_roundoff
+from pca_torch.problem import Operator
 from pca_torch.ritz import Ritz
 
 __all__ = ["Bound", "cholesky_proves", "probe", "trace_bound"]

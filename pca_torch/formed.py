@@ -11,7 +11,7 @@ from torch import Tensor
 from pca_torch.basis import orthonormalise
 from pca_torch.linalg import gaussian
 from pca_torch.operators import Dense, Operator, Rows, Sparse
-from pca_torch.operators.base import product_noise
+from pca_torch.problem import product_noise
 from pca_torch.ritz import Ritz, rayleigh_ritz
 
 __all__ = ["covariance_of", "gram_of", "lifted"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pca_torch.basis import Basis, orthonormalise
 from pca_torch.linalg import gaussian
-from pca_torch.operators.base import Operator
+from pca_torch.problem import Operator
 from pca_torch.prover import Found, Prover
 from pca_torch.ritz import rayleigh_ritz
 

@@ -13,6 +13,7 @@ __all__ = ["add_gram", "fix_signs", "gaussian", "generator_from", "mirror", "pan
 
 PANELS = 8  # block rows of a symmetric product: 36 of 64 blocks are computed
 PLAIN_BELOW = 512  # columns under which one product beats eight
+COMMON = 2.0**-30, 2.0**30  # largest values whose squares, to 1e-14 of the largest, are normal in float32
 SIGN_TIE = 1e-3  # entries this close to the largest count as tied
 
 
@@ -41,21 +42,28 @@ def add_gram(target: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Non
     Args:
         target: (D, D) sums, in the dtype of `x`.
         x: rows (n, D).
-        dtype: a narrower one to form the products in; they are added in that of `target`. Rows are then
-            scaled to 1 by a power of two, which rounds nothing: squares would leave float32 at 1e19.
+        dtype: a narrower one to form the products in; they are added in that of `target`.
     """
     narrow = dtype is not None and dtype != target.dtype
-    unit = torch.ones((), dtype=x.dtype, device=x.device)
+    unit = 1.0
     if narrow and x.numel():
-        size = torch.linalg.vector_norm(x, math.inf)
-        unit = torch.where(size > 0, size.log2().floor().exp2(), unit)
-        x = (x / unit).to(dtype)
+        unit = _unit(x)
+        x = (x if unit == 1 else x / unit).to(dtype)
     for start, stop in panels(x.shape[1]):
         block = target[start:stop, start:]
         if narrow:
-            block += (x[:, start:stop].mT @ x[:, start:]).to(target.dtype) * unit.square()
+            block += (x[:, start:stop].mT @ x[:, start:]).to(target.dtype).mul_(unit**2)
         else:
             block.addmm_(x[:, start:stop].mT, x[:, start:])
+
+
+def _unit(x: Tensor) -> float:
+    """A power of two to divide `x` by, which rounds nothing, so that its squares stay in float32."""
+    low, high = x.aminmax()
+    size = torch.maximum(-low, high).item()
+    if size == 0 or COMMON[0] <= size <= COMMON[1]:
+        return 1.0
+    return math.ldexp(1.0, math.frexp(size)[1] - 1)
 
 
 def mirror(upper: Tensor) -> Tensor:

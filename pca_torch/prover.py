@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from pca_torch.complement import Bound, cholesky_proves, probe, trace_bound
-from pca_torch.operators.base import Operator
+from pca_torch.problem import Operator
 from pca_torch.ritz import Ritz, reach, room
 
 __all__ = ["DIRECTIONS", "Found", "Prover"]

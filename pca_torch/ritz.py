@@ -21,8 +21,8 @@ from torch import Tensor
 
 from pca_torch.bounds import Rest, Solved
 from pca_torch.eigen import small_eigh, small_eigvalsh
-from pca_torch.operators.base import Operator
 from pca_torch.precision import unit_roundoff
+from pca_torch.problem import Operator
 
 __all__ = ["Ritz", "finish", "rayleigh_ritz", "reach", "room", "upper_values"]
 

@@ -89,9 +89,9 @@ class Scatter:
         Where products are float32, rows far from the others are summed apart in float64: one sink
         token would drown the rest in its rounding, and drag the mean that they are centred by.
         """
-        rows = rows if rows.is_floating_point() else rows.double()
-        near = rows.mean(0, dtype=torch.float64)
-        x = rows - near  # float64, and ours to change
+        x = rows.to(torch.float64, copy=True)  # ours to change; operations on mixed dtypes are far slower
+        near = x.mean(0)
+        x -= near
         if self.dtype == torch.float64:
             self._add_shifted(x, near, w, torch.float64)
             return

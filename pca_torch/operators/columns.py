@@ -9,8 +9,8 @@ from torch import Tensor
 
 from pca_torch._checks import divisor_of
 from pca_torch.bounds import check_total, constant_columns, standard_deviations
-from pca_torch.operators.base import Problem
 from pca_torch.precision import unit_roundoff
+from pca_torch.problem import Problem
 
 __all__ = ["Columns", "facts"]
 

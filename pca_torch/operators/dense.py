@@ -10,8 +10,8 @@ from torch import Tensor
 from pca_torch._checks import require_square
 from pca_torch.bounds import check_total, constant_columns, standard_deviations
 from pca_torch.moments import Moments
-from pca_torch.operators.base import Problem, product_noise
 from pca_torch.precision import unit_roundoff
+from pca_torch.problem import Problem, product_noise
 
 __all__ = ["Dense", "from_moments"]
 

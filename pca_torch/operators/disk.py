@@ -10,9 +10,9 @@ from torch import Tensor
 
 from pca_torch._checks import as_tensor, check_choice, select_rows
 from pca_torch.linalg import two_sum
-from pca_torch.operators.base import product_noise
 from pca_torch.operators.columns import Columns, facts
 from pca_torch.precision import exact_products, unit_roundoff
+from pca_torch.problem import product_noise
 from pca_torch.sources import NpySource
 
 __all__ = ["OnDisk"]

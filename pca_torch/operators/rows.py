@@ -9,9 +9,9 @@ from torch import Tensor
 
 from pca_torch._checks import divisor_of, free_memory
 from pca_torch.linalg import add_gram, mirror, two_sum
-from pca_torch.operators.base import product_noise
 from pca_torch.operators.columns import Columns, facts
 from pca_torch.precision import exact_products, unit_roundoff
+from pca_torch.problem import product_noise
 
 __all__ = ["Rows"]
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from pca_torch._checks import as_tensor, divisor_of
-from pca_torch.operators.base import product_noise
 from pca_torch.operators.columns import Columns, facts
 from pca_torch.precision import exact_products, unit_roundoff
+from pca_torch.problem import product_noise
 
 __all__ = ["Sparse", "is_sparse"]
 

@@ -16,8 +16,8 @@ from pca_torch.bounds import (
     factor_errors,
     standard_deviations,
 )
-from pca_torch.operators.base import product_noise
 from pca_torch.precision import Precision, component_dtype, exact_products, factor_noise, product_dtype
+from pca_torch.problem import product_noise
 from pca_torch.result import PCAResult
 from pca_torch.svd import robust_svd
 
