@@ -2,7 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from pca_torch import spectrum, subspace
+from pca_torch import kappa, spectrum, subspace
 from pca_torch.covariances import batch_covariance
 from pca_torch.estimator import PCA
 from pca_torch.export import load, save
@@ -32,6 +32,7 @@ __all__ = [
     "choose_solver",
     "decompose",
     "decompose_batch",
+    "kappa",
     "load",
     "match_sites",
     "save",

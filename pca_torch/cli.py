@@ -1,4 +1,4 @@
-"""The command line: `pca-torch run`, `fit` and `report`."""
+"""The command line: `pca-torch run`, `fit`, `report` and `kappa`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from pca_torch._files import replacing
 from pca_torch.precision import Precision
+
+if TYPE_CHECKING:
+    from pca_torch.kappa import Study
 
 __all__ = ["app", "main"]
 
@@ -118,6 +122,30 @@ def report(
     _show(read_report(path), as_json, [])
 
 
+@app.command()
+def kappa(
+    file: Annotated[
+        Path | None, typer.Argument(help="A .npy file of samples (..., D); none is the built-in matrix.")
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="How many of the smallest variances are shown.")] = 5,
+    out: Annotated[Path | None, typer.Option(help="Folder for kappa.json and kappa.png.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the study as JSON on standard output.")
+    ] = False,
+) -> None:
+    """Show what squaring the samples does to their smallest variances."""
+    from pca_torch.kappa import STEPS, read, study, table
+
+    if out is not None:
+        _check_out(out)
+    rows = None if file is None else read(file)
+    with _progress() as progress:
+        name = None if file is None else file.name
+        found = study(rows, count=count, name=name, progress=progress("kappa", STEPS))
+    files = [] if out is None else _write_study(found, out)
+    _show(found.to_dict(), as_json, files, table(found))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line.
 
@@ -177,6 +205,20 @@ def _check_out(out: Path) -> None:
         raise ValueError(f"`--out` cannot be made: {above} is no folder to write in; give another.")
 
 
+def _write_study(study: Study, out: Path) -> list[Path]:
+    """`kappa.json` and, where matplotlib is there, `kappa.png`; the files written."""
+    from pca_torch.kappa import plot
+
+    files = [out / "kappa.json"]
+    out.mkdir(parents=True, exist_ok=True)
+    with replacing(files[0]) as draft:
+        draft.write_text(json.dumps(study.to_dict(), allow_nan=False), encoding="utf-8")
+    with suppress(ImportError):  # the picture is an extra; the numbers are not
+        plot(study, out / "kappa.png")
+        files.append(out / "kappa.png")
+    return files
+
+
 @contextmanager
 def _progress() -> Generator[Callable[[str, int], Callable[[int], object]]]:
     """A progress bar on a terminal, nothing in a pipe.
@@ -204,15 +246,17 @@ def _progress() -> Generator[Callable[[str, int], Callable[[int], object]]]:
             raise
 
 
-def _show(summary: dict[str, Any], as_json: bool, files: Sequence[Path]) -> None:
-    """The table and where the files are, or the JSON alone."""
+def _show(
+    summary: dict[str, Any], as_json: bool, files: Sequence[Path], table: RenderableType | None = None
+) -> None:
+    """The table, by default that of a report, and where the files are; or the JSON alone."""
     from pca_torch.report import render_table
 
     if as_json:
         print(json.dumps(summary, allow_nan=False))
         return
     console = Console()
-    console.print(render_table(summary))
+    console.print(table or render_table(summary))
     if files:
         console.print(f"wrote {', '.join(map(str, files))}", markup=False, highlight=False)
 

