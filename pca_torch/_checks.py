@@ -360,7 +360,8 @@ def check_choice(value: Any, name: str, choices: Sequence[str]) -> None:
 def free_memory(device: torch.device) -> int | None:
     """Bytes that can still be allocated on `device`; None where nobody says."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached  # what torch keeps for itself is ours to use
     if device.type != "cpu":
         return None
     try:

@@ -15,7 +15,7 @@ from pca_torch.scatter import Scatter
 
 __all__ = ["Moments"]
 
-CHUNK_BYTES = 2**24  # of float64 rows of one product: the allocator maps larger arrays afresh, page by page
+CHUNK_BYTES = 2**24  # of float64 rows of one product on a CPU, whose allocator maps larger arrays afresh
 LEAST_ROWS = 256  # of one product, however long they are: its D×D sums are read and written once a chunk
 
 
@@ -279,7 +279,9 @@ class Moments:
         sums = self._sums[group]
         before, self._torn = sums.n, True
         try:
-            step = min(CHUNK_ROWS, max(LEAST_ROWS, CHUNK_BYTES // (8 * self.n_features)))
+            step = CHUNK_ROWS
+            if self.device is None or self.device.type == "cpu":
+                step = min(step, max(LEAST_ROWS, CHUNK_BYTES // (8 * self.n_features)))
             for i in range(0, len(rows), step):
                 part = rows[i : i + step].to(self.device)
                 sums.add(part, None if w is None else w[i : i + step].to(self.device))

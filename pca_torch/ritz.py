@@ -220,7 +220,7 @@ def finish(
     leading = ritz.first(k)
     top = max(upper[0].item(), 0.0) if len(upper) else 0.0
     off = problem.error + op.noise * top
-    residual = math.sqrt(max(0.0, torch.linalg.matrix_norm(leading.gram, 2).item())) if k else 0.0
+    residual = math.sqrt(max(0.0, small_eigvalsh(leading.gram)[-1].item())) if k else 0.0
     if problem.measured and bound_kind == "deterministic":
         bound_kind = "measured"
     return Solved(

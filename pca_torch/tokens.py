@@ -305,7 +305,7 @@ class TokenViews(Generic[S]):
             rows, places = rows[keep], places[keep]
         rows = rows if rows.is_floating_point() else rows.double()
         norms = torch.cat([
-            torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in rows.split(CHUNK_ROWS)
+            torch.linalg.vector_norm(part.double(), dim=1) for part in rows.split(CHUNK_ROWS)
         ]).cpu()
         bad = int((~norms.isfinite()).sum())  # also a row whose square overflows: no scatter could hold it
         if bad:
