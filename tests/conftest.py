@@ -1,4 +1,8 @@
-"""No test reaches the network; tests of the GPU are skipped where there is none; one model for all."""
+"""No test reaches the network; tests of the GPU are skipped where there is none; one model for all.
+
+PCA_TORCH_TEST_DEVICE=cpu runs those tests of the GPU on the CPU that take their device from the fixture, as
+`scripts/gpu_check --device cpu` does: so they are known to work.
+"""
 
 import os
 import socket
@@ -7,6 +11,7 @@ import pytest
 import torch
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+DEVICE = "PCA_TORCH_TEST_DEVICE"
 
 
 def pytest_configure():
@@ -16,9 +21,16 @@ def pytest_configure():
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return
+    named = DEVICE in os.environ
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not (named and "device" in item.fixturenames):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def device():
+    """Where tests that are marked for a GPU run."""
+    return torch.device(os.environ.get(DEVICE, "cuda"))
 
 
 class BlockedSockets:
