@@ -11,9 +11,6 @@ With `--pairs P` each case runs in P processes, and the largest figure counts.
 """
 
 import argparse
-import gc
-import json
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -23,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from children import ChildError, in_child, measured
 from pairs import parser, record, show
 from spectra import blocks
 
@@ -35,16 +33,6 @@ LIMITS: dict[str, Callable[[int], float]] = {
     "sparse": lambda d: 1e9,
 }
 ONE_IN = 1000  # entries of the sparse case that are not zero
-
-
-def resident() -> tuple[int, int]:
-    """Bytes resident now and at most so far, of this process alone.
-
-    Not `ru_maxrss`: across exec that starts at the peak of the process before, and would hide ours.
-    """
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith(("VmRSS", "VmHWM"))}
-    return 1024 * kib["VmRSS"], 1024 * kib["VmHWM"]
 
 
 def build(case: str, n: int, d: int, k: int, folder: Path) -> None:
@@ -95,24 +83,29 @@ def load(case: str, n: int, d: int, folder: Path) -> Any:
         return torch.sparse_csr_tensor(crow, col, values, (n, d))
 
 
-def measure(args: argparse.Namespace) -> dict[str, float]:
+def measure(case: str, n: int, d: int, k: int, solver: str, folder: Path) -> dict[str, float]:
     """One fit in this process: bytes above the baseline, and what its certificate says.
 
     Args:
-        args: `case`, `n`, `d`, `k`, `solver`, and the folder `measure`.
+        case: one of `SIZES`.
+        n: N.
+        d: D.
+        k: K.
+        solver: `svd_solver`.
+        folder: where `build` wrote the input.
     """
-    data = load(args.case[0], args.n, args.d, Path(args.measure))
+    data = load(case, n, d, folder)
     pt.PCA(1).fit(torch.eye(8, 4))
-    gc.collect()
-    before, _ = resident()
-    if args.case[0] == "wide":
-        result = pt.PCA(args.k, svd_solver=args.solver).fit(data).result_
-    else:
-        result = pt.decompose(data, args.k, args.solver)
-    _, peak = resident()
+
+    def fit() -> pt.PCAResult:
+        if case == "wide":
+            return pt.PCA(k, svd_solver=solver).fit(data).result_
+        return pt.decompose(data, k, solver)
+
+    result, _, above = measured(fit, 1, 0)
     certificate = result.certificate
     return {
-        "above": peak - before,
+        "above": above,
         "captured_ratio": certificate.captured_ratio,
         "missed_ratio_bound": certificate.missed_ratio_bound,
     }
@@ -126,19 +119,12 @@ def in_fresh_processes(case: str, args: argparse.Namespace) -> dict[str, float]:
         args: with the sizes filled in.
 
     Raises:
-        RuntimeError: the fit failed, with the last line of what it said.
+        ChildError: the fit failed.
     """
-    found = []
+    sizes = case, args.n, args.d, args.k
     with tempfile.TemporaryDirectory() as folder:
-        build(case, args.n, args.d, args.k, Path(folder))
-        sizes = [f"--{name}={getattr(args, name)}" for name in ("n", "d", "k", "solver")]
-        command = [sys.executable, __file__, f"--measure={folder}", f"--case={case}", *sizes]
-        for _ in range(args.pairs):
-            run = subprocess.run(command, capture_output=True, text=True, check=False)
-            if run.returncode:
-                last = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1]
-                raise RuntimeError(f"{case}: {last}")
-            found.append(json.loads(run.stdout))
+        in_child(build, *sizes, Path(folder))
+        found = [in_child(measure, *sizes, args.solver, Path(folder)) for _ in range(args.pairs)]
     return max(found, key=lambda one: one["above"])
 
 
@@ -147,14 +133,10 @@ def main() -> None:
     options = parser(__doc__, n=None, d=None)
     options.add_argument("--case", nargs="+", choices=list(SIZES), default=list(SIZES))
     options.add_argument("--solver", default="auto", help="svd_solver (%(default)s)")
-    options.add_argument("--measure", help=argparse.SUPPRESS)
     options.set_defaults(pairs=1)
     args = options.parse_args()
     if args.device != "cpu":
         options.error("`--device` must be cpu: what is measured is the memory of the host.")
-    if args.measure:
-        print(json.dumps(measure(args)))
-        return
     failed = False
     for case in args.case:
         n, d, k = (
@@ -163,8 +145,8 @@ def main() -> None:
         sized = argparse.Namespace(**{**vars(args), "n": n, "d": d, "k": k, "case": [case]})
         try:
             found = in_fresh_processes(case, sized)
-        except RuntimeError as error:
-            print(error, file=sys.stderr)
+        except ChildError as error:
+            print(f"{case}: {error}", file=sys.stderr)
             failed = True
             continue
         summarise(case, sized, found)

@@ -1,4 +1,4 @@
-"""Two callables timed in turn, and one line about it for the reader and one for the record."""
+"""The seconds of pairs of runs, the environment they depend on, and one JSON line for the record."""
 
 import argparse
 import gc
@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,10 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of pairs of runs, and what the last pair answered."""
+    """Seconds of pairs of runs."""
 
     ours: tuple[float, ...]
     theirs: tuple[float, ...]
-    answers: tuple[Any, Any]
 
     @property
     def ratios(self) -> list[float]:
@@ -52,62 +52,24 @@ class Timing:
         }
 
 
-def interleaved(
-    ours: Callable[[], Any],
-    theirs: Callable[[], Any],
-    pairs: int = 5,
-    warmup: int = 1,
-    device: str = "cpu",
-) -> Timing:
-    """Run A, B, A, B, …; the clock is read on an idle device, garbage is collected before each run.
+def timed(run: Callable[[], Any], wait: Callable[[], None]) -> tuple[float, Any]:
+    """Seconds and answer of one run, after garbage was collected, on a device that was idle.
 
     Args:
-        ours: what is measured.
-        theirs: what it is compared with.
-        pairs: runs of each that count.
-        warmup: runs of each before, which do not.
-        device: where they run; CUDA is waited for.
+        run: what is timed.
+        wait: of `waiting_for`.
     """
-    wait = torch.cuda.synchronize if torch.device(device).type == "cuda" else _nothing
-    answers: tuple[Any, Any] = (None, None)
-    seconds: list[tuple[float, float]] = []
-    for _ in range(warmup + pairs):
-        answers = (None, None)  # the last answers make room before the next ones
-        a, answer = _timed(ours, wait)
-        b, other = _timed(theirs, wait)
-        answers = (answer, other)
-        seconds.append((a, b))
-    a, b = zip(*seconds[warmup:], strict=True)
-    return Timing(a, b, answers)
+    gc.collect()
+    wait()
+    start = time.perf_counter()
+    answer = run()
+    wait()
+    return time.perf_counter() - start, answer
 
 
-def report(
-    script: str,
-    case: str,
-    timing: Timing,
-    args: argparse.Namespace,
-    *,
-    rival: str,
-    target: float | None = None,
-    errors: Mapping[str, float],
-) -> None:
-    """Print a line of at most 80 columns and the errors below it; append all of it as JSON.
-
-    Args:
-        script: names the file, `OUT/script.jsonl`.
-        case: what was run, a word or two.
-        timing: of ours and theirs.
-        args: of `parser`, for the sizes, the device and the folder.
-        rival: what ours was compared with.
-        target: largest median ratio that keeps the claim, or None.
-        errors: how wrong each side was, against the truth.
-    """
-    ours, theirs = np.median(timing.ours), np.median(timing.theirs)
-    spread = f"({min(timing.ratios):.2f}-{max(timing.ratios):.2f})"
-    verdict = "" if target is None else f", {'meets' if timing.ratio <= target else 'MISSES'} {target:.2g}"
-    print(f"{case}: {ours:.3g} s, {rival} {theirs:.3g} s, ratio {timing.ratio:.2f} {spread}{verdict}")
-    show(errors)
-    record(script, args, case=case, rival=rival, target=target, errors=dict(errors), **timing.to_dict())
+def waiting_for(device: str) -> Callable[[], None]:
+    """What returns when a device is idle; on a CPU there is nothing to wait for."""
+    return torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
 
 
 def show(values: Mapping[str, float]) -> None:
@@ -136,13 +98,6 @@ def record(script: str, args: argparse.Namespace, **facts: Any) -> None:
 def environment(device: str) -> dict[str, Any]:
     """What the numbers depend on besides the code."""
     cuda = torch.device(device).type == "cuda"
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        cwd=HERE,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -150,7 +105,7 @@ def environment(device: str) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "device": torch.cuda.get_device_name(device) if cuda else _cpu_name(),
         "matmul_precision": torch.get_float32_matmul_precision(),
-        "commit": commit.stdout.strip() or None,
+        "commit": _commit(),
     }
 
 
@@ -177,19 +132,18 @@ def parser(
     return options
 
 
-def _timed(run: Callable[[], Any], wait: Callable[[], None]) -> tuple[float, Any]:
-    gc.collect()
-    wait()
-    start = time.perf_counter()
-    answer = run()
-    wait()
-    return time.perf_counter() - start, answer
+@cache
+def _commit() -> str | None:
+    """Of the checkout, if it is one."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
+    except OSError:  # no git here
+        return None
+    return done.stdout.strip() or None
 
 
-def _nothing() -> None:
-    """Nothing to wait for on a CPU."""
-
-
+@cache
 def _cpu_name() -> str:
     """The model of the processor; what `platform` knows where Linux does not tell."""
     try:

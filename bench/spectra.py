@@ -5,10 +5,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-SPECTRA = ("power", "flat", "massive", "massive9")
+SPECTRA = ("power", "flat", "massive", "massive9", "offset")
 DECAY = 1.4  # λ_i ~ i^-1.4: standard deviations fall as i^-0.7
 LIFTED = 9  # massive directions of a spectrum that has them
 LIFT = {"massive": 1e7, "massive9": 1e9}  # λ_1 / λ_K
+OFFSET = 300.0  # mean of the features that have one, in units of the largest standard deviation
+OFFSET_FEATURES = 2
 BLOCK_ROWS = 1024
 
 
@@ -17,7 +19,8 @@ def variances(spectrum: str, d: int, k: int) -> Tensor:
 
     Args:
         spectrum: "power" falls as i^-1.4, "flat" is one variance, "massive" and "massive9" are the power
-            law with the first nine directions lifted until λ_1 / λ_K is 1e7 and 1e9.
+            law with the first nine directions lifted until λ_1 / λ_K is 1e7 and 1e9, "offset" is the power
+            law, whose mean is not zero.
         d: D.
         k: K of that ratio; with K < 18 only K // 2 directions are lifted.
     """
@@ -42,6 +45,19 @@ def rotate(y: Tensor, signs: Tensor) -> Tensor:
     return (wave.real - wave.imag) * signs
 
 
+def mean(spectrum: str, d: int) -> Tensor:
+    """(D,) float64 population mean: zero, but in two features of "offset", as massive activations have it.
+
+    Args:
+        spectrum: one of `SPECTRA`.
+        d: D.
+    """
+    values = torch.zeros(d, dtype=torch.float64)
+    if spectrum == "offset":
+        values[:OFFSET_FEATURES] = OFFSET  # the largest standard deviation is 1
+    return values
+
+
 def blocks(spectrum: str, n: int, d: int, k: int, seed: int = 0) -> Iterator[Tensor]:
     """The rows of `samples`, a thousand at a time: float32 blocks, rotated in float64.
 
@@ -54,15 +70,15 @@ def blocks(spectrum: str, n: int, d: int, k: int, seed: int = 0) -> Iterator[Ten
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     signs = 2.0 * torch.randint(0, 2, (d,), generator=generator) - 1
-    spread = variances(spectrum, d, k).sqrt()
+    spread, centre = variances(spectrum, d, k).sqrt(), mean(spectrum, d)
     for start in range(0, n, BLOCK_ROWS):
         shape = (min(BLOCK_ROWS, n - start), d)
         normal = torch.randn(shape, generator=generator, dtype=torch.float64)
-        yield rotate(normal * spread, signs).float()
+        yield (rotate(normal * spread, signs) + centre).float()
 
 
 def samples(spectrum: str, n: int, d: int, k: int, seed: int = 0) -> Tensor:
-    """(N, D) float32 rows of a Gaussian around zero with the variances of `variances`.
+    """(N, D) float32 rows of a Gaussian with the variances of `variances` around the mean of `mean`.
 
     Args:
         spectrum: one of `SPECTRA`.

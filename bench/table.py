@@ -1,11 +1,15 @@
-"""What do the stored results say? The README's table, from the last line of each case in `bench/results/`."""
+"""What do the stored results say? The tables of the README, from the last line of each case."""
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import standings
+import suites
+
 RESULTS = Path(__file__).parent / "results"
-HEAD = "| job | against | time ratio | accuracy beside it |\n|---|---|---|---|"
+HEAD = ["| job | against | time ratio | accuracy beside it |", "|---|---|---|---|"]
 
 
 def lines(folder: Path, script: str) -> dict[tuple, dict]:
@@ -22,8 +26,8 @@ def ratio(line: dict) -> str:
     return f"{line['ratio']:.2f} ({line['ratio_min']:.2f}–{line['ratio_max']:.2f})"
 
 
-def rows(folder: Path) -> list[str]:
-    """Rows of the table."""
+def ratios(folder: Path) -> list[str]:
+    """Pairs of two methods."""
     found = []
     for (case, _), line in lines(folder, "symmetric_product").items():
         error = line["errors"]
@@ -47,14 +51,29 @@ def rows(folder: Path) -> list[str]:
         beside = f"K = {line['errors']['k']:.0f}, the truth is {line['errors']['true_k']:.0f}"
         job = f"a share of {case}, {line['n']}×{line['d']}"
         found.append((job, "`torch.linalg.svd`", ratio(line), beside))
-    return [f"| {' | '.join(cells)} |" for cells in found]
+    return [*HEAD, *(f"| {' | '.join(cells)} |" for cells in found)]
+
+
+def of_suites(folder: Path) -> list[str]:
+    """The suites of `pytest bench`."""
+    return [*HEAD, *suites.rows(folder)]
+
+
+TABLES: dict[str, Callable[[Path], list[str]]] = {
+    "ratios": ratios,
+    "suites": of_suites,
+    "summary": standings.summary,  # of the peers
+    "peers": standings.peers,
+}
 
 
 def main() -> None:
-    """Print the table."""
+    """Print a table."""
     options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("name", nargs="?", choices=list(TABLES), default="ratios", help="(%(default)s)")
     options.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON lines")
-    print("\n".join([HEAD, *rows(options.parse_args().out)]))
+    given = options.parse_args()
+    print("\n".join(TABLES[given.name](given.out)))
 
 
 if __name__ == "__main__":

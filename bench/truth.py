@@ -28,12 +28,6 @@ def captured(matrix: Tensor, components: Tensor) -> float:
     return ((matrix @ q * q).sum() / matrix.trace()).item()
 
 
-def plain_svd(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The rival: variances (M,) and components (M, D) by an SVD of the centred rows in their own dtype."""
-    _, s, vh = torch.linalg.svd(x - x.mean(0), full_matrices=False)
-    return s.square() / (len(x) - 1), vh
-
-
 def rank(spectrum: Tensor, share: float) -> int:
     """Smallest K whose variances, of all those given, reach a share of their sum."""
     reached = spectrum.double().cumsum(0) / spectrum.double().sum()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Literal
@@ -21,6 +22,7 @@ __all__ = [
 ]
 
 Precision = Literal["auto", "float32", "float64"]
+PRECISE = "ieee"  # the switch of a backend that takes no shortcut
 FAST_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}  # compute capabilities with half-rate float64
 
 
@@ -73,11 +75,6 @@ def product_dtype(dtype: torch.dtype, device: torch.device, precision: Precision
     return torch.float64 if fast else torch.float32
 
 
-def _matmul_backends() -> list:
-    found = (getattr(backend, "matmul", None) for backend in (torch.backends.cuda, torch.backends.mkldnn))
-    return [matmul for matmul in found if hasattr(matmul, "fp32_precision")]
-
-
 @contextmanager
 def exact_products(device: torch.device) -> Generator[None]:
     """`exact_arithmetic` without autograd, for state that outlives the block.
@@ -95,21 +92,57 @@ def exact_products(device: torch.device) -> Generator[None]:
 def exact_arithmetic(device: torch.device) -> Generator[None]:
     """Products inside run without TF32, bfloat16 shortcuts or autocast; all are restored.
 
+    The switches are the process's, not the thread's: the first to enter keeps what they were, and the last to
+    leave gives it back.
+
     Args:
         device: where the products run.
     """
-    backends = _matmul_backends()
-    before = [b.fp32_precision for b in backends]
-    legacy = None if backends else torch.get_float32_matmul_precision()
+    _enter_exact()
     try:
-        for b in backends:
-            b.fp32_precision = "ieee"
-        if legacy is not None:  # torch before 2.9 has the one global switch
-            torch.set_float32_matmul_precision("highest")
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        for b, value in zip(backends, before, strict=True):
-            b.fp32_precision = value
-        if legacy is not None:
-            torch.set_float32_matmul_precision(legacy)
+        _leave_exact()
+
+
+class _Exact:
+    """Who computes exactly now, and the switches before the first of them."""
+
+    lock = threading.Lock()
+    inside = 0
+    before: tuple[str, ...] = ()
+
+
+def _enter_exact() -> None:
+    with _Exact.lock:
+        if not _Exact.inside:
+            _Exact.before = _read_switches()
+        _Exact.inside += 1
+        _set_switches(tuple(PRECISE for _ in _Exact.before))
+
+
+def _leave_exact() -> None:
+    with _Exact.lock:
+        _Exact.inside -= 1
+        if not _Exact.inside:
+            _set_switches(_Exact.before)
+
+
+def _matmul_backends() -> list:
+    found = (getattr(backend, "matmul", None) for backend in (torch.backends.cuda, torch.backends.mkldnn))
+    return [matmul for matmul in found if hasattr(matmul, "fp32_precision")]
+
+
+def _read_switches() -> tuple[str, ...]:
+    """How float32 products are formed, by backend; torch before 2.9 has one global switch."""
+    backends = _matmul_backends()
+    return tuple(b.fp32_precision for b in backends) or (torch.get_float32_matmul_precision(),)
+
+
+def _set_switches(values: tuple[str, ...]) -> None:
+    backends = _matmul_backends()
+    for backend, value in zip(backends, values, strict=False):
+        backend.fp32_precision = value
+    if not backends:
+        torch.set_float32_matmul_precision("highest" if values[0] == PRECISE else values[0])

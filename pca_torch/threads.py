@@ -29,11 +29,11 @@ def one_thread(rows: int) -> Generator[None]:
     if rows > SMALL:
         yield
         return
-    _enter_one()
+    own = _enter_one()
     try:
         yield
     finally:
-        _leave_one()
+        _leave_one(own)
 
 
 def side_by_side(work: Callable[[Tensor], Answer], problems: Tensor) -> list[Answer]:
@@ -57,24 +57,39 @@ def side_by_side(work: Callable[[Tensor], Answer], problems: Tensor) -> list[Ans
         return list(pool.map(work, parts))
 
 
-class _Threads:
-    """Who runs on one thread now, and how many there were before: two fits may overlap."""
+class _Inside(threading.local):
+    depth = 0  # of this thread
 
+
+class _Threads:
+    """Who runs on one thread now, and how many there were before the first of them."""
+
+    here = _Inside()
     lock = threading.Lock()
     inside = 0
     before = 1
 
 
-def _enter_one() -> None:
+def _enter_one() -> int:
+    """Take this thread to one; what it goes back to."""
+    here = _Threads.here
     with _Threads.lock:
+        own = torch.get_num_threads()
         if not _Threads.inside:
-            _Threads.before = torch.get_num_threads()
-        _Threads.inside += 1
+            _Threads.before = own
+        elif own == 1:  # a thread starts with what torch was told last, here the one of the others
+            own = _Threads.before
+        _Threads.inside += not here.depth
+        here.depth += 1
         torch.set_num_threads(1)
+    return own
 
 
-def _leave_one() -> None:
+def _leave_one(own: int) -> None:
+    """Give back what this thread had: torch counts for each of them."""
+    here = _Threads.here
     with _Threads.lock:
-        _Threads.inside -= 1
-        if not _Threads.inside:
-            torch.set_num_threads(_Threads.before)
+        here.depth -= 1
+        if not here.depth:
+            _Threads.inside -= 1
+            torch.set_num_threads(own)

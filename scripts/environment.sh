@@ -59,10 +59,32 @@ pip_install() {
     || fail "pip could not install ${*: -1}; its own message stands above."
 }
 
+# Prints the version of torch that is installed, with its build.
+torch_version() {
+  "$venv_python" -c 'from importlib.metadata import version; print(version("torch"))'
+}
+
+# install_peers: the packages of the extra `bench`, without what they require: no wheel of theirs has a
+# say in which torch it runs with.
+install_peers() {
+  local peers
+  mapfile -t peers < <("$venv_python" - "$root/pyproject.toml" <<'PYTHON'
+import sys
+import tomllib
+
+with open(sys.argv[1], "rb") as file:
+    extras = tomllib.load(file)["project"]["optional-dependencies"]
+print(*(name for name in extras["bench"] if not name.startswith("pca-torch")), sep="\n")
+PYTHON
+  )
+  ((${#peers[@]})) || fail "the extra \`bench\` of pyproject.toml could not be read."
+  pip_install "$venv_python" --no-deps "${peers[@]}"
+}
+
 # ensure_environment EXTRAS: .venv with the package, editable, and those extras. The stamp is the
 # recipe itself, so that nothing is called when neither the recipe nor the folder has changed.
 ensure_environment() {
-  local extras=$1 stamp=$venv/installed-$1 recipe
+  local extras=$1 stamp=$venv/installed-$1 recipe before after
   recipe=$(echo "$root" && cat -- "$root/pyproject.toml" "$root/scripts/environment.sh")
   if [[ -x $venv_python && -f $stamp && $(<"$stamp") == "$recipe" ]]; then
     return
@@ -70,7 +92,11 @@ ensure_environment() {
   echo "preparing $venv with [$extras]; the first time takes a few minutes" >&2
   "$venv_python" -m pip --version >/dev/null 2>&1 || make_venv "$venv"
   pip_install "$venv_python" "$TORCH"
+  before=$(torch_version)
+  [[ $extras != bench ]] || install_peers
   pip_install "$venv_python" --editable "${root}[$extras]"
+  after=$(torch_version)
+  [[ $before == "$after" ]] || fail "[$extras] changed torch $before to $after; remove $venv and report it."
   pip_install "$venv_python" --no-deps "$MODEL"
   echo "$recipe" >"$stamp"
 }

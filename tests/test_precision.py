@@ -1,5 +1,7 @@
 """Which arithmetic is chosen, and that the caller's shortcuts neither come in nor are lost."""
 
+import threading
+
 import pytest
 import torch
 
@@ -91,3 +93,39 @@ def test_each_backend_setting_comes_back_by_itself():
         assert matmul.fp32_precision == "bf16"
     finally:
         matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("who_leaves_first", ["first", "second"])
+def test_overlapping_fits_stay_exact_and_give_the_switches_back(who_leaves_first):
+    """The switches are the process's: the first to leave may not switch TF32 on under the other."""
+    inside, both = threading.Event(), threading.Event()
+    left = {"first": threading.Event(), "second": threading.Event()}
+    seen = []
+    matmul = torch.backends.mkldnn.matmul
+
+    def run(name, entered, wait_for):
+        with exact_products(CPU):
+            entered.set()
+            assert wait_for.wait(10)
+            if name != who_leaves_first:
+                assert left[who_leaves_first].wait(10)
+            seen.append(matmul.fp32_precision)
+        left[name].set()
+
+    def second():
+        assert inside.wait(10)
+        run("second", both, both)
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        wanted = matmul.fp32_precision
+        assert wanted != "ieee"
+        other = threading.Thread(target=second)
+        other.start()
+        run("first", inside, both)
+        other.join()
+        assert seen == ["ieee", "ieee"]
+        assert matmul.fp32_precision == wanted
+    finally:
+        torch.set_float32_matmul_precision(before)

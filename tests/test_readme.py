@@ -138,9 +138,32 @@ def test_a_failing_command_is_an_error(tmp_path):
         execute("```bash run\npca-torch no-such-command\n```\n", tmp_path)
 
 
-def test_the_table_of_ratios_is_that_of_the_stored_results():
-    command = [sys.executable, README.parent / "bench" / "table.py"]
-    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    assert len(table.splitlines()) > 5
-    shown = README.read_text().split("<!-- python bench/table.py -->\n")[1].split("\n<!-- end -->")[0]
-    assert shown == table
+def generated_of(text):
+    """Command and content of each block `<!-- python bench/… -->` … `<!-- end -->`."""
+    return re.findall(r"^<!-- python (bench/.+?) -->\n(.*?)\n<!-- end -->$", text, re.MULTILINE | re.DOTALL)
+
+
+def test_generated_blocks_are_found_with_their_commands():
+    first, second = (
+        "<!-- python bench/a.py x -->\n1\n\n2\n<!-- end -->",
+        "<!-- python bench/b.py -->\n\n<!-- end -->",
+    )
+    text = f"a\n{first}\nb\n{second}\n"
+    assert generated_of(text) == [("bench/a.py x", "1\n\n2"), ("bench/b.py", "")]
+    assert text.count("<!-- python") == len(generated_of(text))
+
+
+TABLES = generated_of(README.read_text())
+
+
+def test_every_marker_of_the_readme_is_such_a_block():
+    text = README.read_text()
+    assert len(TABLES) == text.count("<!-- python") == text.count("<!-- end -->") > 0
+
+
+@pytest.mark.parametrize(("command", "shown"), TABLES, ids=[command for command, _ in TABLES])
+def test_tables_are_those_of_the_stored_results(command, shown):
+    words = [sys.executable, *shlex.split(command)]
+    table = subprocess.run(words, cwd=README.parent, capture_output=True, text=True, check=True).stdout
+    assert len(shown.splitlines()) > 2  # more than a head
+    assert shown == table.strip("\n")

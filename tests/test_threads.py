@@ -25,26 +25,34 @@ def test_small_problems_run_on_one_thread_which_gives_the_others_back():
         assert torch.get_num_threads() == 2
 
 
-def test_overlapping_fits_give_the_threads_back():
-    inside, both, first_left = threading.Event(), threading.Event(), threading.Event()
+@pytest.mark.parametrize("who_leaves_first", ["first", "second"])
+def test_overlapping_fits_give_each_thread_its_own_count_back(who_leaves_first):
+    """torch counts for each thread, and a new thread starts with what any of them set last."""
+    inside, both = threading.Event(), threading.Event()
+    left = {"first": threading.Event(), "second": threading.Event()}
+    counts = {}
 
-    def first():
+    def run(name, entered, wait_for):
         with one_thread(10):
-            inside.set()
-            both.wait(10)
-        first_left.set()
+            entered.set()
+            assert wait_for.wait(10)
+            with one_thread(10):  # one of its own inside
+                pass
+            assert torch.get_num_threads() == 1
+            if name != who_leaves_first:
+                assert left[who_leaves_first].wait(10)
+        counts[name] = torch.get_num_threads()
+        left[name].set()
 
     def second():
-        inside.wait(10)
-        with one_thread(10):
-            both.set()
-            first_left.wait(10)
+        assert inside.wait(10)
+        run("second", both, both)
 
-    runs = [threading.Thread(target=run) for run in (first, second)]
-    for run in runs:
-        run.start()
-    for run in runs:
-        run.join()
+    other = threading.Thread(target=second)
+    other.start()
+    run("first", inside, both)
+    other.join()
+    assert counts == {"first": 2, "second": 2}
     assert torch.get_num_threads() == 2
 
 
