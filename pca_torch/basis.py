@@ -50,8 +50,8 @@ def _normalised(w: Tensor, gently: bool) -> tuple[Tensor, Tensor]:
     Cholesky's factor of wwᵀ is a sixth of the work of Householder's, but squares the condition of `w`: it
     will do for rows that are nearly orthonormal, and shows by its diagonal where they are not. On a GPU,
     whose Householder panels wait for each other, it is tried on any rows: those that come out are
-    orthonormal to κ²u ≤ 1e-4, and the next pass, which is gentle, does the rest (CholeskyQR2, Yamamoto et
-    al., ETNA 44, 2015). That it is faster there is unmeasured.
+    orthonormal to κ²u, mostly below 1e-4, and the next pass, which is gentle, checks them and does the rest
+    (CholeskyQR2, Yamamoto et al., ETNA 44, 2015). That it is faster there is unmeasured.
     """
     if gently or w.device.type in CHOLESKY_FIRST:
         factor, failed = torch.linalg.cholesky_ex(w @ w.mT)

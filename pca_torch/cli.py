@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -143,7 +143,7 @@ def kappa(
         name = None if file is None else file.name
         found = study(rows, count=count, name=name, progress=progress("kappa", STEPS))
     files = [] if out is None else _write_study(found, out)
-    _show(found.to_dict(), as_json, files, table(found))
+    _show(found.to_dict(), as_json, files, table(found, Console().width))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -213,9 +213,11 @@ def _write_study(study: Study, out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     with replacing(files[0]) as draft:
         draft.write_text(json.dumps(study.to_dict(), allow_nan=False), encoding="utf-8")
-    with suppress(ImportError):  # the picture is an extra; the numbers are not
+    try:
         plot(study, out / "kappa.png")
         files.append(out / "kappa.png")
+    except ImportError as error:  # the picture is an extra; the numbers are not
+        warnings.warn(f"{out / 'kappa.png'} is not written: {error}", stacklevel=2)
     return files
 
 

@@ -102,7 +102,8 @@ def _check_finite(found: Tensor, shape: torch.Size) -> None:
     """
     bad = ~found.isfinite().all(-1).all(-1)
     if bool(bad.any()):
-        first = [int(i) for i in torch.unravel_index(bad.int().argmax(), shape)] if shape else []
-        raise ValueError(
-            f"`x` must be finite, and its squares too, set {first} of {tuple(shape)} is not; leave it out."
-        )
+        where = "; drop its bad samples."
+        if shape:
+            first = [int(i) for i in torch.unravel_index(bad.int().argmax(), shape)]
+            where = f", set {first} of {tuple(shape)} is not; leave it out."
+        raise ValueError(f"`x` must be finite, and its squares too{where}")

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pca_torch.threads import SMALL, one_thread
 
-__all__ = ["eigenpairs", "small_eigh", "small_eigvalsh"]
+__all__ = ["eigenpairs", "leading_rows", "small_eigh", "small_eigvalsh", "subset_solver", "values_of"]
 
 SUBSET_FROM = 512  # rows below which all vectors cost no more than some
+# LAPACK reads the upper triangle of the transpose in place
+EVR: dict[str, Any] = {"driver": "evr", "lower": False, "check_finite": False}
 
 
 def eigenpairs(matrix: Tensor, choose: Callable[[Tensor], int] | None = None) -> tuple[Tensor, Tensor]:
@@ -45,6 +48,40 @@ def eigenpairs(matrix: Tensor, choose: Callable[[Tensor], int] | None = None) ->
             return values, torch.from_numpy(vectors).mT.flip(0)
     values, vectors = solve(driver="evd")  # two thirds of the time of torch's call of the same routine
     return torch.from_numpy(values).flip(0), torch.from_numpy(vectors).mT.flip(0)
+
+
+def subset_solver(matrix: Tensor) -> bool:
+    """Whether SciPy's solver for some of the eigenvectors is there for this matrix.
+
+    Args:
+        matrix: on any device.
+    """
+    return matrix.device.type == "cpu" and _scipy_linalg() is not None
+
+
+def values_of(matrix: Tensor) -> Tensor:
+    """(D,) eigenvalues of a symmetric matrix on the CPU, descending, in its dtype, by SciPy.
+
+    Args:
+        matrix: (D, D); its lower triangle counts.
+    """
+    import scipy.linalg  # optional: `subset_solver` says whether it is there
+
+    return torch.from_numpy(scipy.linalg.eigh(matrix.numpy().T, eigvals_only=True, **EVR)).flip(0)
+
+
+def leading_rows(matrix: Tensor, k: int) -> Tensor:
+    """(K, D) leading eigenvectors of a symmetric matrix on the CPU as rows, in its dtype, by SciPy.
+
+    Args:
+        matrix: (D, D); its lower triangle counts.
+        k: K ≥ 1.
+    """
+    import scipy.linalg
+
+    d = len(matrix)
+    _, vectors = scipy.linalg.eigh(matrix.numpy().T, subset_by_index=[d - k, d - 1], **EVR)
+    return torch.from_numpy(vectors).mT.flip(0)
 
 
 def small_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -258,8 +259,8 @@ def write_outputs(
     try:
         plots.plot_spectra(summary, folder / "spectra.png")
         written.append(folder / "spectra.png")
-    except ImportError:  # the picture is an extra; the numbers are not
-        pass
+    except ImportError as error:  # the picture is an extra; the numbers are not
+        warnings.warn(f"{folder / 'spectra.png'} is not written: {error}", stacklevel=2)
     return written
 
 

@@ -25,6 +25,7 @@ class Found:
     k: int
     bound: Bound
     fallbacks: tuple[str, ...] = ()
+    arithmetic: str = "float64 iteration"
 
 
 class Prover:

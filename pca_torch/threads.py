@@ -53,8 +53,12 @@ def side_by_side(work: Callable[[Tensor], Answer], problems: Tensor) -> list[Ans
     if len(parts) == 1:
         return [work(problems)]
 
+    def alone(part: Tensor) -> Answer:
+        torch.get_num_threads()  # torch tells a new thread how many it has when it first asks
+        return work(part)
+
     with one_thread(0), ThreadPoolExecutor(len(parts)) as pool:
-        return list(pool.map(work, parts))
+        return list(pool.map(alone, parts))
 
 
 class _Inside(threading.local):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import pca_torch as pt
+from pca_torch import narrow
 from pca_torch.bounds import constant_columns
 from pca_torch.operators import OnDisk, Rows, Sparse, from_moments
 from pca_torch.precision import unit_roundoff
@@ -93,6 +94,11 @@ def _on_moments(method: str, precision: str = "auto") -> Callable[[Problem], PCA
     return solve
 
 
+def _narrow(p: Problem) -> PCAResult:
+    with mock.patch.object(narrow, "FEWEST", 2):  # of directions to spare, where there are few at all
+        return _on_moments("narrow")(p)
+
+
 def _rows(p: Problem) -> PCAResult:
     return _iteration(Rows(p.x, **p.matrix), p)
 
@@ -127,6 +133,7 @@ SOLVERS: dict[str, Callable[[Problem], PCAResult]] = {
     "lanczos": _on_moments("lanczos"),
     "lanczos float32": _on_moments("lanczos", "float32"),
     "chebyshev": _on_moments("chebyshev"),
+    "narrow": _narrow,  # a float32 eigenproblem refined; in float64 where K is more than half
     "rows": _rows,  # Lanczos on the samples, a random proof
     "gram": _gram,  # of wide samples; else as "rows"
     "sparse": _sparse,

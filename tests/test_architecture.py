@@ -22,7 +22,7 @@ FLOORS = {
     11: ["solvers.choice"],
     10: ["solvers.krylov"],  # methods
     9: ["solvers.full", "solvers.covariance", "solvers.tsqr", "solvers.randomized", "solvers.batched"],
-    8: ["lanczos", "chebyshev", "formed"],  # iterations
+    8: ["lanczos", "chebyshev", "narrow", "formed"],  # iterations
     7: ["operators", "prover"],
     6: [
         "operators.rows",

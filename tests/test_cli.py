@@ -124,9 +124,19 @@ def test_kappa_takes_samples_of_a_file(samples, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_kappa_of_integers_that_float64_cannot_hold(tmp_path):
+    np.save(tmp_path / "big.npy", np.arange(20).reshape(10, 2) + 2**60)
+    done = run("kappa", tmp_path / "big.npy")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert "big.npy: `x` holds integers beyond 2^53" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_kappa_without_matplotlib_writes_the_numbers(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SystemExit) as stopped:
+    said = "kappa.png is not written: plots need matplotlib"
+    with pytest.warns(UserWarning, match=said), pytest.raises(SystemExit) as stopped:
         cli.main(["kappa", "--out", str(tmp_path)])
     assert not stopped.value.code
     assert capsys.readouterr().out.rstrip().endswith("kappa.json")

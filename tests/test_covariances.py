@@ -99,13 +99,31 @@ def test_no_sets():
     assert batch_covariance(torch.zeros(0, 5, 3)).shape == (0, 3, 3)
 
 
-def test_autocast_tf32_and_threads_change_nothing():
+def test_the_callers_shortcuts_and_modes_change_nothing():
     x = sets(5, 100, 16)
-    want = batch_covariance(x)
+    want = batch_covariance(x, precision="float32")
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert torch.equal(batch_covariance(x, precision="float32"), want)
+    finally:
+        torch.set_float32_matmul_precision(before)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(batch_covariance(x), want)
+        assert torch.equal(batch_covariance(x, precision="float32"), want)
     with torch.inference_mode():
-        assert torch.equal(batch_covariance(x), want)
+        assert torch.equal(batch_covariance(x, precision="float32"), want)
+
+
+def test_any_number_of_threads_gives_the_same_digits():
+    x, before = sets(7, 100, 16), torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(batch_covariance(x))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, found[0]) for one in found)
 
 
 def test_the_heads_of_a_layer_are_solved_in_two_calls():
@@ -125,7 +143,7 @@ def test_the_heads_of_a_layer_are_solved_in_two_calls():
         (torch.zeros(2, 3, 0), r"`x` must have shape \(..., N, E\) with E ≥ 1, got \(2, 3, 0\)"),
         (torch.zeros(2, 1, 3), "`ddof` = 1 needs more than 1 samples, got 1"),
         (torch.zeros(2, 0, 3), "`x` has no rows that count"),
-        (torch.full((3, 4), torch.nan), r"`x` must be finite, and its squares too, set \[\] of \(\) is not"),
+        (torch.full((3, 4), torch.nan), "`x` must be finite, and its squares too; drop its bad samples"),
         (
             torch.full((2, 4, 3), 1e200, dtype=torch.float64) * torch.arange(4)[:, None],
             r"set \[0\] of \(2,\) is",

@@ -39,7 +39,7 @@ def by_route(study):
 
 def shown(study, width=80):
     text = io.StringIO()
-    Console(file=text, width=width).print(kappa.table(study))
+    Console(file=text, width=width).print(kappa.table(study, width))
     return text.getvalue()
 
 
@@ -220,6 +220,36 @@ def test_the_caller_finds_everything_as_it_was():
     assert sum(seen) == kappa.STEPS
 
 
+@pytest.mark.parametrize("exponent", [-60, -45, -30, 17, 36, 60])
+def test_the_scale_of_the_samples_changes_no_lesson(built_in, exponent):
+    """All of it is relative, and powers of two round nothing."""
+    found = kappa.study(kappa.example() * 2.0 ** round(exponent * math.log2(10)))
+    assert found.shifts == built_in.shifts
+    assert [r.trusted for r in found.routes] == [r.trusted for r in built_in.routes]
+
+
+def test_columns_of_any_scale_are_studied():
+    x = samples(40, 4)
+    found = kappa.study(x * torch.tensor([1e60, 1.0, 1.0, 1.0], dtype=torch.float64))
+    assert all(math.isfinite(shift.uncentred + shift.centred) for shift in found.shifts)
+
+
+def test_a_study_inside_inference_mode(built_in):
+    with torch.inference_mode():
+        assert kappa.study() == built_in
+
+
+def test_a_condition_that_float64_cannot_tell_is_no_number():
+    """Twenty columns that are ten, twice: κ is infinite, and only exact sums could know."""
+    x = samples(60, 10)
+    found = kappa.study(torch.cat([x, x], 1))
+    assert found.truth_digits is None
+    assert found.kappa is None
+    least = float(found.condition.split("κ(X) ≥ ")[1].split(":")[0])
+    assert 1e6 < least < 1e20
+    assert "float64 cannot tell λ20 from zero" in shown(found)
+
+
 def test_a_study_survives_json():
     found = kappa.study(MATRICES["ranks"]())
     assert found.kappa is None  # infinite, which JSON cannot hold
@@ -356,6 +386,19 @@ def test_the_table_of_many_features_fits_too(built_in):
     text = shown(many)
     assert max(map(len, text.splitlines())) <= 80
     assert {f"λ{i}" for i in range(1, 13)} <= set(text.split())
+
+
+@pytest.mark.parametrize("width", [40, 60, 120])
+def test_a_narrow_terminal_shows_whole_numbers(width):
+    found = kappa.study(samples(60, 12), count=12)
+    text = shown(found, width)
+    assert "…" not in text
+    assert {f"λ{i}" for i in range(1, 13)} <= set(text.split())
+    for value in found.routes[0].variances:
+        assert f"{value:.1e}" in text
+    assert max(map(len, text.splitlines())) <= max(width, 80)
+    for shift in found.shifts:
+        assert f"{shift.offset:,.0f}" in text
 
 
 def test_no_variance_has_no_relative_error():

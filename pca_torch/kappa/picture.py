@@ -58,9 +58,7 @@ def plot(study: Study, path: str | os.PathLike[str]) -> None:
 def _title(study: Study) -> str:
     name = clip(printable(study.name), TITLE).replace("$", r"\$")
     size = f"{study.n_samples:,} × {study.n_features:,}"
-    if study.kappa is None:
-        return f"{name}, {size}: κ(X) is infinite"
-    return f"{name}, {size}: κ(X) = {study.kappa:.1e}, κ(X)² = {study.kappa**2:.1e}"
+    return f"{name}, {size}: {study.condition}"
 
 
 def _limits(study: Study) -> tuple[float, float]:

@@ -67,9 +67,20 @@ class Study:
     truth_error: tuple[float, ...]  # what the truth may be off by; zeros where it is exact
     truth_digits: int | None  # of the exact arithmetic; None is the float64 SVD
     largest: float  # λ₁
-    kappa: float | None  # σ₁/σ_last of the centred samples; None where λ_last is zero
+    kappa: float | None  # σ₁/σ_last of the centred samples; None where λ_last is not told from zero
     routes: tuple[Route, ...]
     shifts: tuple[Shift, ...]
+
+    @property
+    def condition(self) -> str:
+        """κ(X) and its square in words."""
+        if self.kappa is not None:
+            return f"κ(X) = {self.kappa:.2e}, κ(X)² = {self.kappa * self.kappa:.2e}"
+        doubt = self.truth[-1] + self.truth_error[-1]
+        if doubt == 0:
+            return f"κ(X) is infinite: λ{self.last} is zero"
+        least = math.sqrt(self.largest / doubt)
+        return f"κ(X) ≥ {least:.1e}: float64 cannot tell λ{self.last} from zero"
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON types."""
@@ -95,9 +106,9 @@ def read(path: str | Path) -> Tensor:
     source = NpySource(path)
     try:
         _check_size(source.n_rows, source.n_features)
-    except ValueError as error:
+        return torch.cat([as_rows(block)[0].clone() for block in source])
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
-    return torch.cat([block.clone() for block in source])
 
 
 def study(
@@ -110,8 +121,9 @@ def study(
     """The smallest variances by every route, beside the true ones.
 
     Routes are float32 and float64, each by the covariance, block Lanczos on the covariance, the SVD of the
-    samples, and the SVD of their triangular factor. All see the samples as given, in float64: the float32
-    ones round them on the way, after centring, and what that costs is a part of their error.
+    samples, and the SVD of their triangular factor, on one thread up to 512 features. All see the samples as
+    given, in float64: the float32 ones round them on the way, after centring, and what that costs is a part
+    of their error.
 
     Args:
         x: samples (..., D); None is `example()`. They are studied on the CPU.
@@ -129,7 +141,7 @@ def study(
         TypeError: no real numbers.
     """
     check_whole(count, "count", 1)
-    title = name or ("built-in matrix" if x is None else "samples")
+    title = str(name or ("built-in matrix" if x is None else "samples"))
     rows, _ = as_rows(example() if x is None else x)
     _check_size(*rows.shape)
     rows = select_rows(rows.detach(), None, None, "raise")[0].cpu().double()
@@ -157,7 +169,7 @@ def study(
         truth_error=truth.error[shown],
         truth_digits=truth.digits,
         largest=largest,
-        kappa=math.sqrt(largest / smallest) if smallest > 0 else None,
+        kappa=math.sqrt(largest) / math.sqrt(smallest) if smallest > truth.error[-1] else None,
         routes=tuple(routes),
         shifts=shifts,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -53,6 +54,7 @@ def shifted(rows: Tensor, progress: Callable[[int], object]) -> tuple[Shift, ...
     """
     z = rows - rows.mean(0)
     z -= z.mean(0)
+    z /= 2.0 ** math.frexp(z.abs().max().item())[1]  # all of this is relative; squares stay in float32
     unit = z.square().mean(0).max().sqrt().item()
     found = []
     for precision, dtype in DTYPES.items():

@@ -36,8 +36,8 @@ def _lanczos(op: Dense, k: int) -> tuple[Tensor, Certificate]:
     like, generator = op.problem.mean, generator_from(None)
     d = len(like)
     block = max(1, min(BLOCK, d // 8))
-    basis, following = Basis(op.apply, like, room=d), like.new_empty(0, d)
     with exact_products(like.device):
+        basis, following = Basis(op.apply, like, room=d), like.new_empty(0, d)
         while basis.size < d:
             if not len(following):  # at the start, and where rounding hides what the images add
                 following = orthonormalise(gaussian(block, d, generator, like.device), basis.rows)[0]

@@ -10,34 +10,39 @@ from rich.text import Text
 from pca_torch._labels import clip, printable
 from pca_torch.kappa.routes import Route, Study
 from pca_torch.kappa.shifts import DTYPES
-from pca_torch.precision import unit_roundoff
+from pca_torch.precision import Precision, unit_roundoff
 
 __all__ = ["table"]
 
-ACROSS = 5  # variances side by side, in 80 columns
+WIDTH = 80  # of a terminal
+NAMES, COLUMN = 30, 10  # letters of the first three columns, and of each variance beside them
+BOTH = 72  # letters of both arithmetics side by side in the table of offsets
 NOISY = "*"  # after a variance that the certificate does not trust
 LONGEST_NAME = 40
 
 
-def table(study: Study) -> Group:
-    """The study for a terminal of 80 columns: routes, offsets, and what the signs mean.
+def table(study: Study, width: int = WIDTH) -> Group:
+    """The study for a terminal: routes, offsets, and what the signs mean.
 
     Args:
         study: what `study` made.
+        width: letters of a line; a narrow terminal has fewer numbers side by side.
     """
+    across = max(1, (width - NAMES) // COLUMN)
     parts: list[Text | Table] = [Text(_heading(study), style="bold")]
-    for start in range(0, len(study.truth), ACROSS):
-        parts.append(_routes(study, slice(start, start + ACROSS)))
+    for start in range(0, len(study.truth), across):
+        parts.append(_routes(study, slice(start, start + across)))
     parts += [Text(_notes(study), style="dim"), Text("\nThe same samples around an offset", style="bold")]
-    return Group(*parts, _shifts(study), Text(SHIFT_NOTES, style="dim"))
+    every = tuple(DTYPES)
+    together = [every] if width >= BOTH else [every[i : i + 1] for i in range(len(every))]
+    tables = [_shifts(study, precisions) for precisions in together]
+    return Group(*parts, *tables, Text(SHIFT_NOTES, style="dim"))
 
 
 def _heading(study: Study) -> str:
     name = clip(printable(study.name), LONGEST_NAME)
     what = f"{name}: {study.n_samples:,} samples, {study.n_features:,} features"
-    if study.kappa is None:
-        return f"{what}\nκ(X) is infinite: λ{study.last} is zero"
-    return f"{what}\nκ(X) = {study.kappa:.2e}, κ(X)² = {study.kappa**2:.2e}"
+    return f"{what}\n{study.condition}"
 
 
 def _grid(*headers: str) -> Table:
@@ -104,16 +109,18 @@ def _notes(study: Study) -> str:
     return "\n".join(lines)
 
 
-def _shifts(study: Study) -> Table:
-    """One row per offset, both arithmetics side by side."""
+def _shifts(study: Study, precisions: tuple[Precision, ...]) -> Table:
+    """One row per offset, with some arithmetics side by side."""
     headers = [f"\n{title}" for title in ("XᵀX-nmmᵀ", "rank", "centred", "rank", "true")]
     grid = _grid("\noffset")
-    for precision in DTYPES:
+    for precision in precisions:
         for i, header in enumerate(headers):
             title = f"{precision}{header}" if i == 0 else header
             grid.add_column(Text(title), justify="right", no_wrap=True)
     rows: dict[float, list[str]] = {}
     for shift in study.shifts:
+        if shift.precision not in precisions:
+            continue
         rows.setdefault(shift.offset, []).extend([
             _judged(shift.uncentred, shift.judge),
             str(shift.uncentred_rank),

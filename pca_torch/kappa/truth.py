@@ -40,8 +40,8 @@ def exact_variances(rows: Tensor) -> tuple[tuple[float, ...], int] | None:
     columns, exponent = _integers(rows.numpy())
     scatter = [[n * sum(map(mul, a, b)) - sum(a) * sum(b) for b in columns] for a in columns]
     decisive = GUARD + int(d * sum(scatter[i][i] for i in range(d)).bit_length() * 0.302) + 1
-    values, digits = [], 0
-    for digits in (min(DIGITS, decisive), decisive):
+    values, digits, scale = [], 0, mpmath.mpf(1)
+    for digits in sorted({min(DIGITS, decisive), decisive}):
         with mpmath.workdps(digits):
             values = sorted(mpmath.eigsy(mpmath.matrix(scatter), eigvals_only=True), reverse=True)
             noise = values[0] * mpmath.mpf(10) ** (GUARD - digits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -19,6 +20,7 @@ from pca_torch.eigen import eigenpairs, small_eigvalsh
 from pca_torch.formed import covariance_of, gram_of, lifted
 from pca_torch.lanczos import lanczos
 from pca_torch.linalg import generator_from
+from pca_torch.narrow import narrow
 from pca_torch.operators import Dense, OnDisk, Operator, Rows, Sparse
 from pca_torch.precision import component_dtype, exact_products
 from pca_torch.prover import DIRECTIONS, Found, Prover
@@ -28,11 +30,12 @@ from pca_torch.solvers import covariance
 
 __all__ = ["Method", "pays", "solve"]
 
-Method = Literal["auto", "lanczos", "chebyshev"]
+Method = Literal["auto", "lanczos", "chebyshev", "narrow"]
 TOL = 1e-6  # of the total variance; and thereby 1e-2 of the K-th
 DENSE_UP_TO = 512  # dimensions that a dense eigenproblem takes a fraction of a second for
 FEW = 10  # K up to a tenth of the dimensions is worth an iteration
 SHARE_DIRECTIONS = 8  # a share that takes up to this part of the dimensions is worth one too
+NARROW_UP_TO = 2048  # dimensions up to which a float32 eigenproblem finds a share sooner than an iteration
 BLOCK = 32
 WIDER = 2  # blocks on a GPU, where reading C takes as long for 64 rows as for 32 (on paper; unmeasured)
 GRAM_BYTES = 2**30  # of a float64 N×N or D×D; beyond it products with the samples are cheaper
@@ -75,8 +78,10 @@ def solve(
         op: the covariance, formed or not.
         n_components: K, a share in (0, 1], or None for min(N, D).
         method: "lanczos" (block Krylov space; fewest products), "chebyshev" (filtered subspace iteration;
-            products of one shape, for a GPU; for a count of a covariance that was formed), or "auto": by
-            the device. Where "chebyshev" does not apply, "lanczos" does it.
+            products of one shape, for a GPU; for a count of a covariance that was formed), "narrow" (a
+            float32 eigenproblem, refined and proved in float64; for one that was formed, on a CPU with
+            SciPy), or "auto": by the device, the size and how flat the spectrum is. Where "chebyshev" does
+            not apply, "lanczos" does it; where "narrow" does not, a dense solver in float64.
         tol: share of the total variance that a better K-subspace may capture beyond this one, None is 1e-6;
             the search goes on until that is at most 10⁴ tol of the K-th variance too.
         random_state: seed or generator of the starts; None is a fixed one.
@@ -90,7 +95,7 @@ def solve(
         random one with the stated probability. Too many components for an iteration to pay, or one that
         does not converge, go to a dense solver where N×N or D×D fits, and the certificate says so.
     """
-    check_choice(method, "method", ("auto", "lanczos", "chebyshev"))
+    check_choice(method, "method", ("auto", "lanczos", "chebyshev", "narrow"))
     check_positive(tol, "tol")
     problem, n_components = op.problem, as_components(n_components)
     n, d = problem.n_samples, len(problem.mean)
@@ -101,7 +106,7 @@ def solve(
         if problem.constant or problem.total_variance <= 0:
             solved = _nothing(op, n_components)
         elif pays(n_components, dimensions):
-            solved = _iterate(op, run) or _dense(op, run, f"krylov: {n_components} took too many products")
+            solved = _iterate(op, run) or _dense(op, run, f"krylov: {n_components} takes too many directions")
         else:
             solved = _dense(op, run, declined(n_components, dimensions)) or _iterate(op, run)
         if solved is None:
@@ -134,10 +139,33 @@ def _iterate(op: Operator, run: _Run) -> Solved | None:
     n = op.problem.n_samples
     wide = isinstance(op, Rows) and n < len(op.problem.mean) and _fits(n)
     inner = gram_of(op) if wide and isinstance(op, Rows) else op
-    if run.share is not None and isinstance(inner, Dense) and not _concentrated(inner, run.share):
+    for attempt in _attempts(inner, run):
+        found = attempt(inner, run)
+        if found is not None:
+            return _finished(op, inner, found, run)
+    return None
+
+
+def _attempts(op: Operator, run: _Run) -> list[Callable[[Operator, _Run], Found | None]]:
+    """What may find few directions, the fastest first, by measurements on two cores."""
+    if run.method == "narrow":
+        return [_narrow]
+    if run.method != "auto" or not isinstance(op, Dense):
+        return [_search]
+    if not _concentrated(op, run.share or 1.0):  # flat: slow for an iteration, hopeless for a share
+        return [_narrow, _search] if run.share is None else [_narrow]
+    share_of_few = run.share is not None and len(op.matrix) <= NARROW_UP_TO
+    return [_narrow, _search] if share_of_few else [_search, _narrow]
+
+
+def _narrow(op: Operator, run: _Run) -> Found | None:
+    """A float32 eigenproblem made right, of a covariance that was formed."""
+    if not isinstance(op, Dense):
         return None
-    found = _search(inner, run, Prover(inner, run.tol, run.share, run.generator))
-    return None if found is None else _finished(op, inner, found, run)
+    k = None if run.share is not None else min(int(run.n_components or len(op.matrix)), op.problem.n_samples)
+    reached = partial(_reached, op, run.share or 1.0)
+    prover = Prover(op, run.tol, run.share, run.generator)
+    return narrow(op, k, reached, prover)
 
 
 def _dense(op: Operator, run: _Run, note: str) -> Solved | None:
@@ -158,7 +186,7 @@ def _finished(op: Operator, inner: Operator, found: Found, run: _Run) -> Solved:
     if inner is not op and isinstance(op, (Rows, Sparse)):
         ritz, below = lifted(op, ritz.vectors[: found.k], run.generator), None
         upper = upper + inner.problem.error
-    precision = f"{op.problem.products} products, float64 iteration"
+    precision = f"{op.problem.products} products, {found.arithmetic}"
     names = {"solver": "krylov", "precision": precision, "bound_kind": found.bound.kind}
     return finish(op, ritz, found.k, upper, below, fallbacks=found.fallbacks, **names)
 
@@ -168,18 +196,22 @@ def _fits(side: int) -> bool:
     return 8 * side * side <= GRAM_BYTES
 
 
-def _search(op: Operator, run: _Run, prover: Prover) -> Found | None:
+def _search(op: Operator, run: _Run) -> Found | None:
     """Lanczos or Chebyshev with the block, the memory and the effort that fit the operator."""
     d, generator = len(op.problem.mean), run.generator
-    on_gpu = op.problem.mean.device.type == "cuda"
+    prover = Prover(op, run.tol, run.share, generator)
+    on_gpu = _on_gpu(op)
     wider = WIDER if on_gpu else 1
-    if run.share is not None:
+    if (share := run.share) is not None:
         block = BLOCK * wider
         most = min(d, 3 * d // SHARE_DIRECTIONS + 2 * block)  # K converge in a space of some 3 K
         if op.matrix is None:  # two bases in a quarter of the memory
             free = free_memory(op.problem.mean.device) or 2**32
             most = min(d, max(2 * block, min(most, free // 4 // (16 * d))))
-        count = partial(_reached, op, run.share)
+
+        def count(basis: Basis) -> int | None:
+            return _reached(op, share, small_eigvalsh(basis.projected).flip(0))
+
         return lanczos(op, count, prover, block=block, most=None, effort=most, generator=generator)
     k = min(op.problem.n_samples, d) if run.n_components is None else int(run.n_components)
     if op.matrix is not None and (run.method == "chebyshev" or (run.method == "auto" and on_gpu)):
@@ -191,6 +223,10 @@ def _search(op: Operator, run: _Run, prover: Prover) -> Found | None:
     return lanczos(
         op, lambda _: k, prover, block=block, most=4 * max(k, block), effort=effort, generator=generator
     )
+
+
+def _on_gpu(op: Operator) -> bool:
+    return op.problem.mean.device.type == "cuda"
 
 
 def _check_memory(op: Operator, rows: int) -> None:
@@ -208,10 +244,9 @@ def _check_memory(op: Operator, rows: int) -> None:
         )
 
 
-def _reached(op: Operator, share: float, basis: Basis) -> int | None:
+def _reached(op: Operator, share: float, values: Tensor) -> int | None:
     """K of a share, given the Ritz values so far: by interlacing it can only come out too large."""
-    problem = op.problem
-    values = small_eigvalsh(basis.projected).flip(0).clamp_min(0)
+    problem, values = op.problem, values.clamp_min(0)
     off = problem.error + op.noise * values[0].item()
     try:
         k = spectra.rank(values, share, total=problem.total_variance, floor=off, error=off)
@@ -221,7 +256,7 @@ def _reached(op: Operator, share: float, basis: Basis) -> int | None:
 
 
 def _concentrated(op: Dense, share: float) -> bool:
-    """Whether the share may be reached by few directions; by Cauchy-Schwarz it takes (p tr C / ‖C‖_F)²."""
+    """Whether few directions may hold the share: by Cauchy-Schwarz it takes at least (p tr C / ‖C‖_F)²."""
     at_least = (share * op.problem.total_variance / torch.linalg.matrix_norm(op.matrix).item()) ** 2
     return at_least <= len(op.matrix) / SHARE_DIRECTIONS
 

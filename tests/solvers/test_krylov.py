@@ -190,10 +190,10 @@ def test_a_share_of_many_directions_goes_to_the_dense_solver(monkeypatch):
     shares = (values := law(600, 0.3)).cumsum(0) / values.sum()
     result = check(x, krylov.solve(dense(x), 0.8))
     assert result.certificate.solver == "covariance_eigh"
-    assert "krylov: 0.8 took too many products" in result.certificate.fallbacks
+    assert "krylov: 0.8 takes too many directions" in result.certificate.fallbacks
     assert result.n_components == int((shares < 0.8).sum()) + 1
     wide = check(x.mT, krylov.solve(Rows(x.mT), 0.8))
-    assert "took too many products" in wide.certificate.fallbacks[0]
+    assert "takes too many directions" in wide.certificate.fallbacks[0]
     z = x.mT - x.mT.mean(0)
     of_wide = torch.linalg.svdvals(z).square()
     assert wide.n_components == int((of_wide.cumsum(0) / of_wide.sum() < 0.8).sum()) + 1
@@ -267,11 +267,14 @@ def test_an_iteration_that_does_not_converge_is_handed_on(monkeypatch):
     x = rotated(torch.linspace(1.0, 0.9, 60, dtype=torch.float64), 200, 60, 0)
     monkeypatch.setattr(krylov, "_search", lambda *_: None)
     result = check(x, krylov.solve(dense(x), 5))
+    assert result.certificate.precision == "float64 products, float32 eigenproblem refined in float64"
+    monkeypatch.setattr(krylov, "_narrow", lambda *_: None)
+    result = check(x, krylov.solve(dense(x), 5))
     assert result.certificate.solver == "covariance_eigh"
-    assert result.certificate.fallbacks == ("krylov: 5 took too many products",)
+    assert result.certificate.fallbacks == ("krylov: 5 takes too many directions",)
     wide = rotated(torch.linspace(1.0, 0.9, 60, dtype=torch.float64), 40, 60, 0)
     result = check(wide, krylov.solve(Rows(wide), 5))
-    assert result.certificate.fallbacks == ("krylov: 5 took too many products",)
+    assert result.certificate.fallbacks == ("krylov: 5 takes too many directions",)
 
 
 @pytest.mark.usefixtures("iterating")
@@ -313,7 +316,9 @@ def test_nothing_is_shared_with_the_statistic():
 
 @pytest.mark.parametrize("method", ["Lanczos", None, ""])
 def test_methods_that_do_not_exist(method):
-    with pytest.raises(ValueError, match="`method` must be one of 'auto', 'lanczos', 'chebyshev', got"):
+    with pytest.raises(
+        ValueError, match="`method` must be one of 'auto', 'lanczos', 'chebyshev', 'narrow', got"
+    ):
         krylov.solve(dense(rotated(law(9), 30, 9, 0)), 2, method=method)
 
 
@@ -352,3 +357,20 @@ def test_none_and_all():
     every = check(x, krylov.solve(Rows(x), None))
     assert every.n_components == 12
     assert every.certificate.captured_ratio == pytest.approx(1, abs=100 * U64)
+
+
+@pytest.mark.usefixtures("iterating")
+@pytest.mark.parametrize("op", [dense, unformed])
+def test_what_a_gpu_would_do_keeps_its_word(monkeypatch, op):
+    """Filtered subspace iteration of a covariance that was formed, wider blocks of one that was not."""
+    x, sizes, seen = rotated(law(90), 300, 90, 0), [], []
+    monkeypatch.setattr(krylov, "_on_gpu", lambda _: True)
+    monkeypatch.setattr(krylov, "NARROW_UP_TO", 0)
+    chebyshev, made = krylov.chebyshev, op(x)
+    monkeypatch.setattr(krylov, "chebyshev", lambda *a, **o: seen.append(1) or chebyshev(*a, **o))
+    apply = type(made).apply
+    monkeypatch.setattr(type(made), "apply", lambda self, v: sizes.append(len(v)) or apply(self, v))
+    check(x, krylov.solve(made, 6))
+    assert bool(seen) == (op is dense)
+    if op is unformed:
+        assert sizes[0] == krylov.WIDER * 4
