@@ -1,6 +1,6 @@
 """`scripts/gpu_check` on the CPU: every part, every row right, what is wrong on purpose called wrong."""
 
-import importlib.util
+import itertools
 import json
 import math
 import os
@@ -12,27 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu import run
-from bench.gpu.record import Recorder, Row, Verdict
-from bench.gpu.samples import SPECTRA, samples, truth_of
+from bench import gpu_table, spectra
+from bench.gpu import run, suite
+from bench.gpu.record import Recorder, Row, Verdict, free
+from bench.gpu.samples import samples, truth_of
+from bench.spectra import SPECTRA
 from tests.support import truth as svd_truth
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 U64 = torch.finfo(torch.float64).eps / 2
-
-
-def load(name):
-    """A module of bench/, which is no package."""
-    spec = importlib.util.spec_from_file_location(f"bench_{name}", ROOT / "bench" / f"{name}.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-gpu_table, spectra = load("gpu_table"), load("spectra")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +45,8 @@ def test_it_ends_well_and_prints_within_80_columns(checked):
     assert done.stderr == ""
     assert max(map(len, done.stdout.splitlines())) <= 80
     summary = of_part(lines, "summary")[0]
-    assert (summary["wrong"], summary["failed"], summary["skipped"]) == (0, 0, 0)
+    assert [summary[name] for name in ("wrong", "failed", "skipped", "unfinished")] == [0, 0, 0, 0]
+    assert summary["finished"]
     assert summary["rows"] == sum("error" in line or line["part"] == "tests" for line in lines)
 
 
@@ -82,6 +72,7 @@ def test_every_part_is_there(checked):
         ("heads", "jacobi"),
         ("heads", "decompose_batch"),
         ("leading", "krylov"),
+        ("leading", "krylov, float32 products"),
         ("leading", "randomized"),
         ("leading", "torch svd_lowrank, niter=4"),
         ("leading", "lanczos on C"),
@@ -99,6 +90,16 @@ def test_every_part_is_there(checked):
     }
     krylov = {(line["spectrum"], line["dtype"]) for line in lines if line.get("case") == "krylov"}
     assert krylov == {(spectrum, dtype) for spectrum in SPECTRA for dtype in ("float32", "bfloat16")}
+
+
+def test_the_largest_come_last_and_what_may_fail_there_at_the_very_end(checked):
+    rows = [line for line in checked[1] if line["part"] in {"leading", "sums", "all"}]
+    sizes = [size for size, _ in itertools.groupby(line["n"] for line in rows)]
+    assert sizes == sorted(set(sizes))
+    for size in set(sizes):
+        slow = [line["case"] for line in rows if line["n"] == size and line["dtype"] == "float32"]
+        assert {"tsqr", "torch svd of LAPACK"} <= set(slow)
+    assert [line["case"] for line in rows[-2:]] == ["tsqr", "torch svd of LAPACK"]
 
 
 def test_every_row_has_its_error_within_its_bound(checked):
@@ -134,7 +135,8 @@ def test_lines_of_a_cpu_are_no_figures_of_a_gpu(checked):
 
 def test_nothing_is_left_on_the_cpu():
     """The same tests on a device that is one in name only, see tests/gpu/pretend.py."""
-    chosen = "test_pretend or test_places or one_covariance or random_problems or (keeps_its_word and rank)"
+    files = "test_pretend or test_places or test_rows"
+    chosen = f"{files} or one_covariance or random_problems or (keeps_its_word and rank)"
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-p", "tests.gpu.pretend", "-k", chosen]
     env = {**os.environ, "PCA_TORCH_TEST_DEVICE": "pretend", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -193,7 +195,7 @@ def test_a_row_that_fails_is_recorded_and_the_next_one_runs(error, tmp_path):
     ours, theirs, after = read(tmp_path)
     assert ours["failed"] == theirs["failed"] == f"{type(error).__name__}: {error}"
     assert (ours["ok"], theirs["ok"], after["ok"]) == (False, True, True)
-    assert record.counts == {"rows": 1, "wrong": 1, "failed": 2, "skipped": 0}
+    assert record.counts == {"rows": 1, "wrong": 1, "failed": 2, "skipped": 0, "unfinished": 0}
 
 
 def test_a_row_that_would_take_too_long_is_not_begun(tmp_path, monkeypatch):
@@ -246,6 +248,57 @@ def test_the_exit_code_tells(tmp_path, monkeypatch):
     assert run.check(tmp_path, CPU, 1.0, ("ceilings",))
 
 
+def test_the_summary_is_written_whatever_happens(tmp_path, monkeypatch):
+    def broken(recorder, small):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(run.ceilings, "run", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        run.check(tmp_path, CPU, 1.0, ("ceilings",))
+    last = read(tmp_path)[-1]
+    assert (last["part"], last["finished"]) == ("summary", False)
+
+
+def test_memory_is_given_back_even_where_cuda_has_broken_down(monkeypatch):
+    def broken():
+        called.append(1)
+        raise RuntimeError("an illegal memory access was encountered")
+
+    called = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", broken)
+    free(torch.device("cuda", 0))
+    assert called == [1]
+
+
+PASSED, FAILED = {"name": "a", "outcome": "passed"}, {"name": "b", "outcome": "failed"}
+
+
+@pytest.mark.parametrize(
+    ("code", "outcomes", "wrong", "unfinished"),
+    [
+        (0, [PASSED], 0, 0),
+        (1, [PASSED, FAILED], 1, 0),
+        (None, [PASSED], 0, 1),
+        (None, [PASSED, FAILED], 1, 1),
+        (None, [], 1, 1),  # nothing is known to work
+        (0, [], 1, 0),
+        (3, [PASSED], 1, 0),  # pytest itself broke
+    ],
+)
+def test_tests_without_an_end_are_not_wrong(code, outcomes, wrong, unfinished, tmp_path, monkeypatch, capsys):
+    def stopped(files, log, device, limit):
+        cut = '{"name": "c", "outc'
+        log.write_text("".join(json.dumps(line) + "\n" for line in outcomes) + cut)
+        return code, "the end of the output"
+
+    monkeypatch.setattr(suite, "_pytest", stopped)
+    assert run.check(tmp_path, CPU, 1.0, ("tests",)) is not bool(wrong)
+    _, line, summary = read(tmp_path)
+    assert (summary["wrong"], summary["unfinished"]) == (wrong, unfinished)
+    assert (line["ok"], line["finished"]) == (not wrong, not unfinished)
+    assert ("unfinished, stopped after" in capsys.readouterr().out) == bool(unfinished)
+
+
 def test_cuda_is_refused_where_there_is_none(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
@@ -296,6 +349,8 @@ def cuda_lines(run="a", name="NVIDIA H200"):
     }
     yield common | {"case": "torch svd gesvd", "part": "all", "skipped": "would take 31 s", "ok": True}
     yield common | {"case": "krylov", "spectrum": "flat", "seconds": 1, "error": 1e-8, "bound": 1e-6}
+    yield common | {"case": "torch svd_lowrank, niter=4", "seconds": 0.1, "error": 1e-6, "bound": None}
+    yield {"part": "tests", "passed": 7, "failed_tests": 0, "finished": False}
     yield {"part": "capture", "case": "Moments", "seconds": 0.1, "ratio": 1.5, "error": 0.0, "bound": 1.0}
 
 
@@ -322,6 +377,10 @@ def test_the_table_is_of_the_last_run_on_a_gpu(tmp_path):
     assert "| krylov" in text
     assert "would take 31 s" in text
     assert "1.50" in text
+    assert "7 tests passed, 0 failed, the rest did not fit the time:" in text
+    promised, nothing = (next(r for r in text.splitlines() if name in r) for name in ("| krylov", "lowrank"))
+    assert (promised.split("|")[-2].strip(), nothing.split("|")[-2].strip()) == ("1e-06", "")
+    assert 'Where "may be" is empty the route promises nothing.' in text
     assert "flat" not in text
     assert text.endswith("1 rows on other spectra and in bfloat16 are in the file; 0 of all rows are wrong.")
     widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}

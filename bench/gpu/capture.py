@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import warnings
 from collections.abc import Callable, Generator
@@ -12,13 +13,15 @@ import torch
 from torch import Tensor, nn
 
 import pca_torch as pt
-from bench.gpu.record import Recorder, clocked, free, say, spectral_norm
+from bench.gpu.record import Recorder, free, say, spectral_norm
 from bench.gpu.samples import truth_of
+from bench.pairs import timed
 
 PAIRS = 3
 FULL = {"layers": 32, "width": 4096, "inner": 11008, "heads": 32, "batch": 8, "length": 512}
 SMALL = {"layers": 4, "width": 64, "inner": 128, "heads": 4, "batch": 3, "length": 100}
 VOCABULARY = 512
+SYNCHRONISED = "called a synchronizing"  # how the warning of each begins
 
 
 def run(recorder: Recorder, small: bool) -> None:
@@ -51,6 +54,8 @@ def llama(shape: dict[str, int], device: torch.device) -> nn.Module:
         device: where; nothing of it goes through the host.
     """
     from transformers import LlamaConfig, LlamaModel
+
+    gc.freeze()  # what was imported is not gone through before each timed run
 
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -95,7 +100,7 @@ def _measure(
         plain(), captured()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        pairs = [(clocked(captured, device)[0], clocked(plain, device)[0]) for _ in range(PAIRS)]
+        pairs = [(timed(captured, recorder.wait)[0], timed(plain, recorder.wait)[0]) for _ in range(PAIRS)]
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         with _synchronisations(device) as seen:
             captured()
@@ -169,4 +174,4 @@ def _synchronisations(device: torch.device) -> Generator[list[str] | None]:
             yield seen
         finally:
             torch.cuda.set_sync_debug_mode("default")
-            seen += [str(w.message) for w in caught if "synchroniz" in str(w.message)]
+            seen += [str(w.message) for w in caught if SYNCHRONISED in str(w.message)]

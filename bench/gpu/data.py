@@ -28,7 +28,7 @@ class Data:
         """Draw samples and work out their truth.
 
         Args:
-            spectrum: one of `SPECTRA`.
+            spectrum: one of those of `bench/spectra.py`.
             n: N.
             d: D.
             k: K.

@@ -6,9 +6,9 @@ import json
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.pairs import environment
+from bench.pairs import environment, timed, waiting_for
 
 CAP = 20.0  # seconds of one row; a call on a GPU cannot be interrupted, so it is estimated before
-ROW_SECONDS = 3.0  # what repeating a row may take; three runs are worth more
-REPEATS = 5
+ROW_SECONDS = 6.0  # of a row with its repeats; one that takes longer runs once
+REPEATS = 3
 SHORT = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16"}
 
 
@@ -74,11 +74,12 @@ class Recorder:
         self, folder: Path | None, device: torch.device, minutes: float, repeats: int = REPEATS
     ) -> None:
         self.device = device
+        self.wait = waiting_for(str(device))
         self.repeats = repeats
         self.deadline = time.monotonic() + 60 * minutes
         self.started = time.monotonic()
         self.ceilings: dict[str, float] = {}  # flops or bytes a second
-        self.counts = {"rows": 0, "wrong": 0, "failed": 0, "skipped": 0}
+        self.counts = {"rows": 0, "wrong": 0, "failed": 0, "skipped": 0, "unfinished": 0}
         self._run = datetime.now(UTC).isoformat(timespec="seconds")
         self._paces: dict[tuple[str, ...], tuple[float, float]] = {}
         self._path = None if folder is None else folder / "gpu_check.jsonl"
@@ -171,14 +172,14 @@ class Recorder:
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
-        first, answer = clocked(row.run, self.device)
+        first, answer = timed(row.run, self.wait)
         peak = torch.cuda.max_memory_allocated(self.device) if cuda else None
-        room = min(self.left, max(ROW_SECONDS, 3 * first if 4 * first <= CAP else 0.0))
+        room = max(0.0, min(self.left, ROW_SECONDS - first))
         repeats = min(row.repeats, self.repeats, int(room / max(first, 1e-6)))
         times = []
         for _ in range(repeats):
             answer = None  # the last answer makes room for the next
-            seconds, answer = clocked(row.run, self.device)
+            seconds, answer = timed(row.run, self.wait)
             times.append(seconds)
         return times or [first], peak, answer
 
@@ -210,13 +211,8 @@ class Recorder:
 
 def environment_of(device: torch.device) -> dict[str, Any]:
     """What the numbers depend on besides the code."""
-    cuda = device.type == "cuda"
-    try:
-        known = environment(str(device))
-    except OSError:  # no git there
-        known = {"commit": None, "device": device.type, "threads": torch.get_num_threads()}
-    known |= {"torch": torch.__version__, "python": sys.version.split()[0], "device_type": device.type}
-    if cuda:
+    known = {**environment(str(device)), "device_type": device.type}
+    if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         known |= {
             "device": torch.cuda.get_device_name(device),
@@ -228,25 +224,11 @@ def environment_of(device: torch.device) -> dict[str, Any]:
     return known
 
 
-def clocked(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    """Seconds between two moments at which the device is idle, and what came out."""
-    wait(device)
-    start = time.perf_counter()
-    answer = run()
-    wait(device)
-    return time.perf_counter() - start, answer
-
-
-def wait(device: torch.device) -> None:
-    """Until the device is idle."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def free(device: torch.device) -> None:
-    """Give cached memory back, so that each peak is its own."""
+    """Give cached memory back, so that no row has less than another; nothing where CUDA has broken down."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()
+        with suppress(RuntimeError):  # after an illegal access every call fails, this one too
+            torch.cuda.empty_cache()
 
 
 def say(text: str) -> None:

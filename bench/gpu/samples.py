@@ -12,7 +12,6 @@ from torch import Tensor
 from bench.gpu.record import Verdict
 from bench.spectra import mean, rotate, variances
 
-SPECTRA = ("power", "flat", "massive", "offset")
 BLOCK_ROWS = 4096
 U64 = torch.finfo(torch.float64).eps / 2
 
@@ -23,7 +22,7 @@ def samples(
     """(N, D) rows of a Gaussian with the variances and the mean of `bench/spectra.py`, made on the device.
 
     Args:
-        spectrum: one of `SPECTRA`.
+        spectrum: one of those of `bench/spectra.py`.
         n: N.
         d: D.
         k: K, see `variances`.

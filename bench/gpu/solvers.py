@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from torch import Tensor
 import pca_torch as pt
 from bench.gpu.data import NAMES, Data
 from bench.gpu.record import Recorder, Row, Verdict, spectral_norm
-from bench.gpu.samples import SPECTRA, Truth, samples, truth_of
+from bench.gpu.samples import Truth, samples, truth_of
+from bench.spectra import SPECTRA
 from bench.truth import covariance, eigenvalues
 from pca_torch.operators import Dense, from_moments
 from pca_torch.precision import factor_noise, unit_roundoff
@@ -29,11 +31,12 @@ class Scale:
     sizes: tuple[tuple[int, int], ...]
     steps: tuple[tuple[int, int], ...]  # smaller sizes from which the time of the slow routes is estimated
     k: int
+    reserve: float  # seconds that the first size leaves to the larger ones
 
 
-FULL = Scale(((8192, 4096), (65536, 4096), (262144, 4096)), ((2048, 1024), (4096, 2048)), 128)
+FULL = Scale(((8192, 4096), (65536, 4096), (262144, 4096)), ((2048, 1024), (4096, 2048)), 128, 90.0)
 SMALL = Scale(
-    ((640, 520), (800, 520), (1040, 520)), ((128, 96), (256, 192)), 10
+    ((640, 520), (800, 520), (1040, 520)), ((128, 96), (256, 192)), 10, 0.0
 )  # krylov iterates from 513 on
 
 
@@ -46,7 +49,6 @@ def leading(data: Data) -> Iterator[Row]:
     """
     x, k, (n, d) = data.x, data.k, data.size
     sketch = 2.0 * n * d * (k + 10) * 10  # four power iterations multiply by the samples ten times
-    one = {"limit": "float64", "facts": data.facts}
 
     yield Row(
         "leading",
@@ -58,15 +60,26 @@ def leading(data: Data) -> Iterator[Row]:
         "float32",
         "2·N·D·(K+10)·10",
     )
-    for solver, flops, model in (
-        ("krylov", 1.0 * n * d**2, "N·D², the sums alone"),
-        ("randomized", sketch, "2·N·D·(K+10)·10"),
-    ):
-
-        def job(solver: str = solver) -> PCAResult:
-            return pt.decompose(x, k, solver)
-
-        yield Row("leading", solver, job, data.leading, flops=flops, model=model, **one)
+    iterated = Row(
+        "leading",
+        "krylov",
+        partial(pt.decompose, x, k, "krylov"),
+        data.leading,
+        data.facts,
+        1.0 * n * d**2,
+        "float64",
+        "N·D², the sums alone",
+    )
+    yield iterated
+    single = partial(pt.decompose, x, k, "krylov", precision="float32")
+    yield replace(iterated, case="krylov, float32 products", run=single, limit="float32")
+    yield replace(
+        iterated,
+        case="randomized",
+        run=partial(pt.decompose, x, k, "randomized"),
+        flops=sketch,
+        model="2·N·D·(K+10)·10",
+    )
 
 
 def iterations(data: Data) -> Iterator[Row]:
@@ -99,6 +112,7 @@ def sums(data: Data) -> Iterator[Row]:
     x, (n, d) = data.x, data.size
     c = data.truth.covariance
     allowance = 2 * data.truth.slack
+    model = "N·D²"
 
     def moments(precision: pt.precision.Precision) -> pt.Moments:
         statistic = pt.Moments(d, precision=precision).update(x)
@@ -112,8 +126,9 @@ def sums(data: Data) -> Iterator[Row]:
 
     for precision in ("float64", "float32"):
         case = f"Moments, {precision} products"
-        row = Row("sums", case, lambda p=precision: moments(p), off, data.facts, 1.0 * n * d**2, precision)
-        yield Row(**{**vars(row), "model": "N·D²"})
+        yield Row(
+            "sums", case, partial(moments, precision), off, data.facts, 1.0 * n * d**2, precision, model
+        )
 
     def factor() -> pt.RFactor:
         statistic = pt.RFactor(d).update(x)
@@ -218,7 +233,8 @@ def wrong(data: Data) -> Iterator[Row]:
 
     def turned() -> PCAResult:
         result = pt.decompose(x, k, "krylov")
-        result.components[-1] = torch.linalg.qr(torch.randn(2, x.shape[1]).mT).Q[:, 0].to(result.components)
+        random = torch.randn(x.shape[1], generator=torch.Generator().manual_seed(0))
+        result.components[-1] = (random / torch.linalg.vector_norm(random)).to(result.components)
         return result
 
     def judge(values: Tensor) -> Verdict:
@@ -257,32 +273,33 @@ def _warm_up(x: Tensor) -> None:
 
 
 def run_first(recorder: Recorder, scale: Scale) -> None:
-    """The smallest size: every spectrum in every dtype, each iteration, and answers wrong on purpose."""
-    for spectrum in SPECTRA:
-        for dtype in NAMES:
-            data = _data(recorder, spectrum, *scale.sizes[0], scale.k, dtype)
-            if data is None:
+    """The steps to the smallest size, then all of it: every spectrum, iteration and factorisation.
+
+    The other spectra are left out where the time that is left belongs to the larger sizes.
+    """
+    for n, d in scale.steps:
+        data = _data(recorder, SPECTRA[0], n, d, min(scale.k, d // 8), torch.float32)
+        _measure(recorder, data, [factorised])
+    size = scale.sizes[0]
+    data = _data(recorder, SPECTRA[0], *size, scale.k, torch.float32)
+    _measure(recorder, data, [leading, iterations, sums, wrong, everything, eigenproblem, factorised])
+    data = _data(recorder, SPECTRA[0], *size, scale.k, torch.bfloat16)
+    _measure(recorder, data, [leading, iterations, sums, everything])
+    for spectrum in SPECTRA[1:]:
+        for dtype, parts in ((torch.float32, [leading, iterations, everything]), (torch.bfloat16, [leading])):
+            if recorder.left < scale.reserve:
+                facts = {"n": size[0], "d": size[1], "dtype": NAMES[dtype], "spectrum": spectrum}
+                recorder.skip("time is for larger", part="leading", case="all routes", **facts)
                 continue
-            parts = [leading, iterations, everything]
-            if spectrum == SPECTRA[0]:
-                parts.append(sums)
-                parts += [eigenproblem, wrong] if dtype == torch.float32 else []
-            _measure(recorder, data, parts)
+            _measure(recorder, _data(recorder, spectrum, *size, scale.k, dtype), parts)
 
 
 def run_larger(recorder: Recorder, scale: Scale) -> None:
-    """The power law on the sizes that follow."""
+    """The power law on the sizes that follow, and last on each what may need more than there is."""
     for n, d in scale.sizes[1:]:
-        for dtype in NAMES:
+        for dtype, slow in ((torch.bfloat16, []), (torch.float32, [factorised])):
             data = _data(recorder, SPECTRA[0], n, d, scale.k, dtype)
-            _measure(recorder, data, [leading, sums, everything])
-
-
-def run_factorised(recorder: Recorder, scale: Scale) -> None:
-    """The slow routes on sizes that grow until one does not fit."""
-    for n, d in (*scale.steps, *scale.sizes):
-        data = _data(recorder, SPECTRA[0], n, d, min(scale.k, d // 8), torch.float32)
-        _measure(recorder, data, [factorised])
+            _measure(recorder, data, [leading, sums, everything, *slow])
 
 
 def _data(recorder: Recorder, spectrum: str, n: int, d: int, k: int, dtype: torch.dtype) -> Data | None:
