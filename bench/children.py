@@ -2,11 +2,12 @@
 
 import gc
 import multiprocessing
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from pairs import timed, waiting_for
 
 FORKS = multiprocessing.get_context("forkserver")  # of a server that has computed nothing, so no threads hang
 FORKS.set_forkserver_preload(["torch", "pca_torch"])
@@ -87,9 +88,7 @@ def measured(run: Callable[[], Any], repeats: int, stop_after: float) -> tuple[A
     seconds, answer = [], None
     while len(seconds) < repeats and not (seconds and seconds[-1] > stop_after):
         answer = None  # makes room for the next one
-        gc.collect()
-        start = time.perf_counter()
-        answer = run()
-        seconds.append(time.perf_counter() - start)
+        spent, answer = timed(run, waiting_for("cpu"))
+        seconds.append(spent)
     _, peak = resident()
     return answer, seconds, peak - before

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from pairs import HERE, Timing, record, timed, waiting_for
+from pairs import RESULTS, Timing, record, timed, waiting_for
 from suites import table
 
 LINES = pytest.StashKey[list[dict[str, Any]]]()
@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--size", choices=("tiny", "full"), default="full", help="of the data")
     group.addoption("--rounds", type=int, default=5, help="pairs of runs of each case")
     group.addoption("--device", default="cpu", help="cpu or cuda")
-    group.addoption("--results", default=str(HERE / "results"), help="folder of suites.jsonl")
+    group.addoption("--results", default=str(RESULTS), help="folder of suites.jsonl")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -73,7 +73,7 @@ def versus(benchmark: Any, request: pytest.FixtureRequest, device: str) -> Calla
         ours: Callable[[], Any],
         theirs: Callable[[], Any],
         *,
-        rival: str,
+        against: str,
         what: str,
         judge: Callable[[Any], float | None],
         prepare: Callable[[], None] | None = None,
@@ -85,7 +85,7 @@ def versus(benchmark: Any, request: pytest.FixtureRequest, device: str) -> Calla
             case: what is run, with its sizes; at most 34 letters.
             ours: what is timed.
             theirs: what it is compared with.
-            rival: the name of that, at most 15 letters.
+            against: the name of that, at most 15 letters.
             what: what the errors are.
             judge: the error of an answer; None where there is nothing to judge.
             prepare: runs before every pair and is not timed.
@@ -118,7 +118,7 @@ def versus(benchmark: Any, request: pytest.FixtureRequest, device: str) -> Calla
             "suite": request.path.stem.removeprefix("test_"),
             "question": request.module.__doc__.splitlines()[0],
             "case": case,
-            "rival": rival,
+            "against": against,
             "what": what,
             "errors": errors,
             "beside": {} if beside is None else dict(beside(timing)),

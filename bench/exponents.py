@@ -2,10 +2,10 @@
 
 A fit is a line through log(size) and log(seconds or bytes), by least squares, with the standard error of
 its slope. Beside it stands the slope of the cost that the README states, over the same sizes: a sum such
-as N·D²/2 + 9·D³ has no single exponent, so both are taken the same way.
+as N·D²/2 + 9·D³ has no single exponent, so both are taken the same way. What ± holds is how far the
+points lie off the line: noise of the medians and the bend of such a sum, not the spread of runs of one point.
 """
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pairs import lines_of
 
 LETTERS = ("N", "D", "K")
 RESOLUTION = 2**20  # bytes; smaller peaks are pages of the allocator and of libraries
@@ -66,9 +67,8 @@ def power_law(sizes: Sequence[float], values: Sequence[float]) -> tuple[float, f
 
 
 def stored(folder: Path) -> list[dict[str, Any]]:
-    """The lines of the last run of `scaling.py`."""
-    text = (folder / "scaling.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
+    """The lines of `scaling.py`."""
+    return lines_of(folder, "scaling")
 
 
 def value(line: dict[str, Any], quantity: str) -> float:

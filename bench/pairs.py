@@ -8,7 +8,7 @@ import platform
 import subprocess
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 HERE = Path(__file__).parent
+RESULTS = HERE / "results"
 
 
 @dataclass(frozen=True)
@@ -52,19 +53,22 @@ class Timing:
         }
 
 
-def timed(run: Callable[[], Any], wait: Callable[[], None]) -> tuple[float, Any]:
+def timed(
+    run: Callable[[], Any], wait: Callable[[], None], clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, Any]:
     """Seconds and answer of one run, after garbage was collected, on a device that was idle.
 
     Args:
         run: what is timed.
         wait: of `waiting_for`.
+        clock: seconds.
     """
     gc.collect()
     wait()
-    start = time.perf_counter()
+    start = clock()
     answer = run()
     wait()
-    return time.perf_counter() - start, answer
+    return clock() - start, answer
 
 
 def waiting_for(device: str) -> Callable[[], None]:
@@ -87,12 +91,32 @@ def record(script: str, args: argparse.Namespace, **facts: Any) -> None:
         args: of `parser`; the options that were set are written, without the folder.
         facts: anything that JSON holds.
     """
-    folder = Path(args.out)
-    folder.mkdir(parents=True, exist_ok=True)
     options = {name: value for name, value in vars(args).items() if name != "out" and value is not None}
-    line = json.dumps({**options, **facts, "environment": environment(args.device)})
+    append(Path(args.out), script, [{**options, **facts, "environment": environment(args.device)}])
+
+
+def append(folder: Path, script: str, lines: Iterable[dict[str, Any]]) -> None:
+    """Add JSON lines to `folder/script.jsonl`.
+
+    Args:
+        folder: made where it is missing.
+        script: names the file.
+        lines: what JSON holds.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{script}.jsonl").open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def lines_of(folder: Path, script: str) -> list[dict[str, Any]]:
+    """What `append` wrote; nothing where there is no file.
+
+    Args:
+        folder: of the file.
+        script: names the file.
+    """
+    path = folder / f"{script}.jsonl"
+    return list(map(json.loads, path.read_text(encoding="utf-8").splitlines())) if path.exists() else []
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -128,7 +152,7 @@ def parser(
     options.add_argument("--k", type=int, default=k, help="components (%(default)s)")
     options.add_argument("--pairs", type=int, default=5, help="runs of each side (%(default)s)")
     options.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
-    options.add_argument("--out", default=str(HERE / "results"), help="folder of the JSON lines")
+    options.add_argument("--out", default=str(RESULTS), help="folder of the JSON lines")
     return options
 
 

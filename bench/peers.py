@@ -1,44 +1,53 @@
 """How fast, and how right, is PCA here and in every peer?
 
 All methods of a workload run in turn in one process on the same float32 samples with the same number of
-threads, after each has run on a small problem. What takes longer than ten seconds runs once, and where the
-time is over further rounds are left out; both are said. Beside each time stand its errors (see judge.py)
-and the ratio to the fastest route of pca_torch that is as right, the median of the ratios within a round.
-Below 1 the peer is faster: "ahead" if its error is within the tolerance, "coarser" if it is not.
+threads, after each has run on a small problem, in an order that differs from round to round. What is slow
+runs once, and where the time is over further rounds are left out; both are said. Beside each time stand its
+errors (see judge.py) and the ratio to the fastest route of pca_torch that is as right, the median of the
+ratios within a round. Below 1 the peer is faster: "ahead" if it is right, "coarser" if it is not.
 
-    python bench/peers.py                                          # all of it, below 15 minutes on two cores
-    python bench/peers.py --workload top --size 8192x4096 --minutes 60
+    python bench/peers.py           # all of it, below 15 minutes on two cores
+    python bench/peers.py --large   # top and share of 8192×4096, about 20 minutes
+    python bench/peers.py --workload top --size 2048x1024 --k 32
 """
 
 import argparse
 import contextlib
 import math
 import os
+import random
 import sys
+import time
+import uuid
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from judge import Truth, judge, of_heads, tolerance
-from pairs import HERE, environment
-from ranking import Row, compare, record, show
-from rivals import METHODS, Method
-from rounds import SLOW, Runs, interleaved, now
+from judge import Tolerance, Truth, judge, of_heads, tolerance
+from methods import METHODS, Method
+from pairs import RESULTS, environment
+from rounds import SLOW, Runs, interleaved
+from rows import Row, compare, record, show
 from torch import Tensor
-from workloads import WORKLOADS, Workload, resized, samples_of, tiny
+from workloads import LARGE, WORKLOADS, Workload, resized, samples_of, tiny
 
 CHECKS = ("numpy", "scipy", "threadpoolctl")  # versions that count beside those of the methods
 
 
 # ---------------------------------------------------------------- one workload and spectrum
 def measure(
-    workload: Workload, spectrum: str, methods: Sequence[Method], rounds: int, deadline: float
-) -> tuple[list[Row], float]:
-    """Rows of all methods, and the tolerance of their errors.
+    workload: Workload,
+    spectrum: str,
+    methods: Sequence[Method],
+    rounds: int,
+    deadline: float,
+    slow: float = SLOW,
+) -> tuple[list[Row], Tolerance]:
+    """Rows of all methods, and what counts as right.
 
     Args:
         workload: the question.
@@ -46,10 +55,11 @@ def measure(
         methods: those asked for.
         rounds: at most.
         deadline: reading of the clock at which time is over.
+        slow: seconds; what takes longer runs once.
     """
     x, truth = data_and_truth(workload.shape, spectrum, workload.lifted)
     data = list(x.split(workload.batch)) if workload.kind == "batches" else x
-    asked = [method for method in methods if method.kind == workload.kind]
+    asked = in_order(method for method in methods if method.kind == workload.kind)
     rows = {m.title: Row(m, Runs([], failure=m.missing(workload.name))) for m in asked}
     calls = {name: _call(row.method, data, workload.k) for name, row in rows.items() if not row.runs.failure}
     small = tiny(workload)
@@ -57,13 +67,24 @@ def measure(
     for name in calls:
         with contextlib.suppress(Exception):  # it will be said when it fails at full size
             rows[name].method.fit(first, small.k)
-    for name, runs in interleaved(calls, rounds, deadline, now).items():
+    for name, runs in interleaved(calls, rounds, deadline, slow=slow).items():
         rows[name].runs = runs
         if runs.failure is None:
             _judge(rows[name], truth, workload)
     limit = tolerance(truth, workload)
     compare(list(rows.values()), limit)
     return sorted(rows.values(), key=lambda row: row.runs.median if row.runs.taken else math.inf), limit
+
+
+def in_order(methods: Iterable[Method]) -> list[Method]:
+    """The order of the first round: a fixed random one, and slow classes last.
+
+    Args:
+        methods: those asked for.
+    """
+    found = list(methods)
+    random.Random(0).shuffle(found)
+    return sorted(found, key=lambda method: method.slow)
 
 
 def _call(method: Method, data: Any, k: Any) -> Callable[[], Any]:
@@ -75,7 +96,7 @@ def _small(workload: Workload) -> Any:
     return list(x.split(workload.batch)) if workload.kind == "batches" else x
 
 
-def _judge(row: Row, truth: Truth | list[Tensor], workload: Workload) -> None:
+def _judge(row: Row, truth: Truth | list[Truth], workload: Workload) -> None:
     """Note how wrong the answer of a row is, and forget the answer.
 
     Args:
@@ -86,16 +107,16 @@ def _judge(row: Row, truth: Truth | list[Tensor], workload: Workload) -> None:
     answer, row.runs.answer = row.runs.answer, None
     try:
         row.verdict = judge(truth, workload, answer)
-    except (RuntimeError, ValueError) as error:  # NaN, or another shape than was asked for
-        row.runs.failure = f"no answer: {str(error).splitlines()[0]}"
+    except Exception as error:  # NaN, another shape than was asked for, or whatever else was returned
+        row.runs.failure = f"no answer: {str(error).strip().split(chr(10))[0] or type(error).__name__}"
         return
     if math.isinf(row.verdict.error):
         row.runs.failure = "no answer: not finite, or of another size"
 
 
 @lru_cache(maxsize=4)  # several workloads ask about the same samples
-def data_and_truth(shape: tuple[int, ...], spectrum: str, lifted: int) -> tuple[Tensor, Truth | list[Tensor]]:
-    """The samples and what is true of them: of heads, their variances.
+def data_and_truth(shape: tuple[int, ...], spectrum: str, lifted: int) -> tuple[Tensor, Truth | list[Truth]]:
+    """The samples and what is true of them, or of each head.
 
     Args:
         shape: (N, D) or (H, N, E).
@@ -125,6 +146,11 @@ def threads(count: int) -> Generator[list[dict[str, Any]]]:
             yield [{key: found.get(key) for key in keys} for found in threadpool_info()]
     finally:
         torch.set_num_threads(before)
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def versions(methods: Sequence[Method]) -> dict[str, str | None]:
@@ -172,23 +198,31 @@ def arguments() -> argparse.Namespace:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--workload", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    options.add_argument("--workload", nargs="+", choices=list(WORKLOADS), help="(all)")
     options.add_argument("--spectrum", nargs="+", help="instead of those of the workload")
     options.add_argument("--method", nargs="+", help="those whose name has one of these words")
     options.add_argument("--size", help="NxD, or HxNxE of heads")
     options.add_argument("--k", type=int, help="components, where they are counted")
     options.add_argument("--rounds", type=int, default=3, help="at most (%(default)s)")
-    options.add_argument("--minutes", type=float, default=13, help="then no new run starts (%(default)s)")
-    options.add_argument("--threads", type=int, help="of each method (all cores)")
+    options.add_argument("--large", action="store_true", help="top and share at 8192x4096")
+    options.add_argument("--minutes", type=float, help="then no new run starts (12, or 20 if --large)")
+    options.add_argument("--slow", type=float, help="seconds; what takes longer runs once (5, 10 if --large)")
+    options.add_argument("--threads", type=int, help="of each method (all cores it may use)")
     options.add_argument("--tiny", action="store_true", help="small sizes, one thread: does it run?")
     options.add_argument("--out", type=Path, help="folder of the JSON lines (bench/results; none if --tiny)")
     given = options.parse_args()
-    given.threads = given.threads or (1 if given.tiny else os.cpu_count())
-    given.out = given.out or (None if given.tiny else HERE / "results")
+    given.threads = given.threads or (1 if given.tiny else cores())
+    given.minutes = given.minutes or (20 if given.large else 12)
+    given.slow = given.slow or (2 * SLOW if given.large else SLOW)
+    given.out = given.out or (None if given.tiny else RESULTS)
     try:
         shape = tuple(map(int, given.size.split("x"))) if given.size else None
-        sized = (tiny(WORKLOADS[name]) if given.tiny else WORKLOADS[name] for name in given.workload)
+        known = LARGE if given.large else WORKLOADS
+        chosen = [known[name] for name in given.workload or known]
+        sized = (tiny(workload) if given.tiny else workload for workload in chosen)
         given.workloads = [resized(workload, shape, given.k) for workload in sized]
+    except KeyError as error:
+        options.error(f"`--large` has {' and '.join(LARGE)} alone, got {error.args[0]}.")
     except ValueError as error:
         options.error(str(error))
     return given
@@ -201,19 +235,20 @@ def main() -> None:
     words = given.method or [""]
     methods = [method for method in METHODS if any(word in method.title for word in words)]
     todo = parts(given.workloads, given.spectrum)
-    end = now() + 60 * given.minutes
+    end = time.perf_counter() + 60 * given.minutes
     with threads(given.threads) as libraries:
         facts = {
             "environment": {**environment("cpu"), "versions": versions(methods), "libraries": libraries},
             "rounds": given.rounds,
+            "run": uuid.uuid4().hex,  # its lines belong together
         }
         for part, (workload, spectrum) in enumerate(todo):
-            deadline = deadline_of(part, todo, now(), end)
-            rows, limit = measure(workload, spectrum, methods, given.rounds, deadline)
+            deadline = deadline_of(part, todo, time.perf_counter(), end)
+            rows, limit = measure(workload, spectrum, methods, given.rounds, deadline, given.slow)
             show(workload, spectrum, rows, limit)
             if given.out:
                 record(workload, spectrum, rows, limit, facts, given.out)
-    print(f"\nonce: slower than {SLOW:.0f} s, or no time for another round of all methods")
+    print(f"\nonce: slower than {given.slow:g} s, or no time for another round")
 
 
 if __name__ == "__main__":

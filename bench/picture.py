@@ -15,9 +15,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-from standings import Line, grouped, stored
+from pairs import RESULTS
+from peer_tables import Line, grouped, stored
 
-RESULTS = Path(__file__).parent / "results"
 COLUMNS = 4
 SMALLEST = 1e-17  # an error of zero is drawn here
 COLOURS = {
@@ -57,7 +57,7 @@ def marker(line: Line) -> tuple[str, str]:
     """Its sign and what that stands for.
 
     Args:
-        line: of `standings.stored`.
+        line: of `peer_tables.stored`.
     """
     words = f"{line['package']} {line['method']}"
     if line["package"] in {"torch_incremental_pca", "peft"}:
@@ -69,7 +69,7 @@ def draw(lines: Sequence[Line]) -> Figure:
     """The picture.
 
     Args:
-        lines: of `standings.stored`.
+        lines: of `peer_tables.stored`.
 
     Raises:
         ValueError: no line has an answer.

@@ -1,13 +1,16 @@
-"""Many callables timed in turn: A, B, C, A, B, C, …, until the rounds or the time are over."""
+"""Many callables timed in rounds, each in an order of its own, until the rounds or the time are over."""
 
 import gc
+import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-SLOW = 10.0  # seconds; what takes longer runs once
+from pairs import timed, waiting_for
+
+SLOW = 5.0  # seconds; what takes longer runs once
 OUT_OF_TIME = "not run: out of time"
 
 
@@ -29,11 +32,6 @@ class Runs:
         """Median of the seconds."""
         return statistics.median(self.taken)
 
-    @property
-    def again(self) -> bool:
-        """Whether it runs in further rounds."""
-        return self.failure is None and max(self.taken) <= SLOW
-
     def ratios(self, other: "Runs") -> list[float]:
         """Its seconds over those of another, within each round that both ran in.
 
@@ -45,53 +43,66 @@ class Runs:
 
 
 def interleaved(
-    calls: Mapping[str, Callable[[], Any]], rounds: int, deadline: float, clock: Callable[[], float]
+    calls: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    deadline: float,
+    *,
+    slow: float = SLOW,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Runs]:
-    """Run every callable once per round; the garbage of the one before is collected first.
+    """Run every callable once, in the order given, then those that are not slow again, in random orders.
 
-    Nothing starts after the deadline, and a further round only if all of it fits before by what was seen,
-    so that what runs again is compared within the same rounds.
+    Nothing starts after the deadline. A further round is of all that are not slow or, where these do not fit
+    before the deadline by what was seen, of the quickest of them. Garbage is collected before each run.
 
     Args:
         calls: by name; one that raises is not run again, and keeps what it raised.
         rounds: at most.
         deadline: reading of `clock` at which time is over.
+        slow: seconds; what takes longer runs once.
         clock: seconds.
     """
     gc.freeze()  # what the packages hold is not searched each time
     runs = {name: Runs() for name in calls}
     for name, call in calls.items():
         if clock() < deadline:
-            _first(runs[name], call, clock)
+            _run(runs[name], call, clock)
         else:
             runs[name].failure, runs[name].seconds = OUT_OF_TIME, [None]
+    shuffled = random.Random(0)  # so that none follows the same neighbour in every round
     for _ in range(1, rounds):
-        lasting = {name: run for name, run in runs.items() if run.again}
-        if not lasting or clock() + sum(run.median for run in lasting.values()) > deadline:
+        again = (n for n, run in runs.items() if run.failure is None and max(run.taken) <= slow)
+        chosen = _fitting(again, runs, deadline - clock())
+        if not chosen:
             break
-        for name, run in runs.items():
-            runs_now = name in lasting and clock() < deadline  # others may have taken longer than before
-            run.seconds.append(_timed(calls[name], clock)[0] if runs_now else None)
+        shuffled.shuffle(chosen)
+        for name in chosen:
+            if clock() < deadline:  # others may have taken longer than before
+                _run(runs[name], calls[name], clock)
+        length = max(len(run.seconds) for run in runs.values())
+        for run in runs.values():
+            run.seconds += [None] * (length - len(run.seconds))
     return runs
 
 
-def _first(run: Runs, call: Callable[[], Any], clock: Callable[[], float]) -> None:
-    """The run whose answer is kept."""
+def _fitting(names: Iterable[str], runs: Mapping[str, Runs], left: float) -> list[str]:
+    """The quickest, as many as fit in what is left; not one of many, which is compared with nothing."""
+    chosen, quickest = [], sorted(names, key=lambda one: runs[one].median)
+    for name in quickest:
+        left -= runs[name].median
+        if left < 0:
+            break
+        chosen.append(name)
+    return chosen if len(chosen) > 1 or chosen == quickest else []
+
+
+def _run(run: Runs, call: Callable[[], Any], clock: Callable[[], float]) -> None:
+    """One more time; the answer of the first is kept."""
     try:
-        seconds, run.answer = _timed(call, clock)
+        seconds, answer = timed(call, waiting_for("cpu"), clock)
     except Exception as error:  # whatever a package raises is what there is to say about it
         first = str(error).strip().split("\n", maxsplit=1)[0]
-        run.failure, seconds = f"{type(error).__name__}: {first}", None
+        run.failure, run.answer, seconds = f"{type(error).__name__}: {first}", None, None
+    else:
+        run.answer = run.answer if run.seconds else answer
     run.seconds.append(seconds)
-
-
-def _timed(call: Callable[[], Any], clock: Callable[[], float]) -> tuple[float, Any]:
-    gc.collect()
-    start = clock()
-    answer = call()
-    return clock() - start, answer
-
-
-def now() -> float:
-    """The clock of a benchmark."""
-    return time.perf_counter()

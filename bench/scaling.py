@@ -30,10 +30,10 @@ import numpy as np
 import torch
 from children import ChildError, in_child, measured
 from exponents import LETTERS, TIME, plot, rows, stored, table
-from pairs import HERE, record
+from pairs import RESULTS, append, record
 from spectra import samples
 from torch import Tensor
-from truth import captured, covariance, eigenvalues
+from truth import covariance, eigenvalues, missed
 
 import pca_torch as pt
 
@@ -114,8 +114,7 @@ class Judge:
         Args:
             components: (K, D).
         """
-        best = self._variance[: len(components)].sum() / self._variance.sum()
-        return best.item() - captured(self._covariance, components)
+        return missed(self._covariance, self._variance, components)
 
 
 def run(route: str, point: Point, judge: Judge, args: argparse.Namespace) -> dict[str, Any]:
@@ -132,9 +131,9 @@ def run(route: str, point: Point, judge: Judge, args: argparse.Namespace) -> dic
         found = in_child(measure, route, judge.path, point[2], args.repeats, args.cap, limit=limit)
     except ChildError as error:
         return {"skipped": str(error)}
-    missed = judge.missed(torch.from_numpy(found.pop("components")))
+    lost = judge.missed(torch.from_numpy(found.pop("components")))
     over = max(found["seconds"]) > args.cap
-    return {**found, "missed": missed, "skipped": f"a run takes more than {args.cap:g} s" if over else None}
+    return {**found, "missed": lost, "skipped": f"a run takes more than {args.cap:g} s" if over else None}
 
 
 def progress(route: str, point: Point, facts: dict[str, Any]) -> str:
@@ -147,11 +146,25 @@ def progress(route: str, point: Point, facts: dict[str, Any]) -> str:
     return f"{head}{seconds:8.3f} s{facts['above'] / 1e6:7.0f} MB, missed {facts['missed']:.0e} ≤ {bound:.0e}"
 
 
+def keep_others(folder: Path, routes: set[str], every: list[Point]) -> None:
+    """Drop the stored lines of the routes that are measured now, and of points of another plan.
+
+    Args:
+        folder: of `scaling.jsonl`.
+        routes: those measured now.
+        every: points of the plan.
+    """
+    kept = [line for line in stored(folder) if line["case"] not in routes]
+    kept = [line for line in kept if (line["n"], line["d"], line["k"]) in every]
+    (folder / "scaling.jsonl").unlink(missing_ok=True)
+    append(folder, "scaling", kept)
+
+
 def sweep(args: argparse.Namespace) -> None:
     """Measure every point of the plan, smaller ones first; one JSON line for each."""
     plan = PLANS["tiny" if args.tiny else "full"]
     every = sorted({p for found in plan.values() for p in found}, key=lambda p: p[0] * p[1] ** 2)
-    (Path(args.out) / "scaling.jsonl").unlink(missing_ok=True)  # a run stands for itself
+    keep_others(Path(args.out), set(args.routes), every)
     options = argparse.Namespace(out=args.out, device="cpu", repeats=args.repeats, cap=args.cap)
     slow: list[tuple[str, Point]] = []
     for n, d in dict.fromkeys(p[:2] for p in every):
@@ -179,7 +192,7 @@ def main() -> None:
     options.add_argument("--repeats", type=int, default=3, help="runs of a point (%(default)s)")
     options.add_argument("--cap", type=float, default=20.0, help="seconds of a run at most (%(default)s)")
     options.add_argument("--tiny", action="store_true", help="sizes of a test")
-    options.add_argument("--out", default=str(HERE / "results"), help="folder of lines and picture")
+    options.add_argument("--out", default=str(RESULTS), help="folder of lines and picture")
     options.add_argument("--table", action="store_true", help="measure nothing, print stored exponents")
     args = options.parse_args()
     out = Path(args.out)

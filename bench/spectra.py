@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-SPECTRA = ("power", "flat", "massive", "massive9", "offset")
+SPECTRA = ("power", "flat", "massive", "offset")
 DECAY = 1.4  # λ_i ~ i^-1.4: standard deviations fall as i^-0.7
 LIFTED = 9  # massive directions of a spectrum that has them
-LIFT = {"massive": 1e7, "massive9": 1e9}  # λ_1 / λ_K
+LIFT = 1e7  # λ_1 / λ_K of a spectrum that has them
 OFFSET = 300.0  # mean of the features that have one, in units of the largest standard deviation
 OFFSET_FEATURES = 2
 BLOCK_ROWS = 1024
@@ -18,17 +18,17 @@ def variances(spectrum: str, d: int, k: int) -> Tensor:
     """(D,) float64 population variances, descending.
 
     Args:
-        spectrum: "power" falls as i^-1.4, "flat" is one variance, "massive" and "massive9" are the power
-            law with the first nine directions lifted until λ_1 / λ_K is 1e7 and 1e9, "offset" is the power
-            law, whose mean is not zero.
+        spectrum: "power" falls as i^-1.4, "flat" is one variance, "massive" is the power law with the
+            first nine directions lifted until λ_1 / λ_K is 1e7, "offset" is the power law, whose mean is not
+            zero.
         d: D.
         k: K of that ratio; with K < 18 only K // 2 directions are lifted.
     """
     if spectrum == "flat":
         return torch.ones(d, dtype=torch.float64)
     values = torch.arange(1, d + 1, dtype=torch.float64) ** -DECAY
-    if spectrum in LIFT:
-        values[: min(LIFTED, max(1, k // 2))] *= LIFT[spectrum] * values[k - 1] / values[0]
+    if spectrum == "massive":
+        values[: min(LIFTED, max(1, k // 2))] *= LIFT * values[k - 1] / values[0]
     return values
 
 

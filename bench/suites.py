@@ -1,10 +1,10 @@
 """The results of the pytest-benchmark suites: a table for the terminal and rows of Markdown."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pairs import lines_of
 
 Line = dict[str, Any]
 HEAD = f"{'case':35}{'ours':>8}{'error':>7}{'theirs':>9}{'error':>7}  {'ratio':17}against"
@@ -16,11 +16,7 @@ def stored(folder: Path) -> list[Line]:
     Args:
         folder: of `suites.jsonl`.
     """
-    path = folder / "suites.jsonl"
-    if not path.exists():
-        return []
-    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return list({(line["suite"], line["case"]): line for line in lines}.values())
+    return list({(line["suite"], line["case"]): line for line in lines_of(folder, "suites")}.values())
 
 
 def error(value: float | None) -> str:
@@ -57,7 +53,7 @@ def table(lines: list[Line]) -> list[str]:
                 f"{clock(np.median(line['seconds'][side])):>8}{error(line['errors'][side]):>7}"
                 for side in ("ours", "theirs")
             )
-            found.append(f"{line['case']:35}{ours} {theirs}  {ratio(line):17}{line['rival']}")
+            found.append(f"{line['case']:35}{ours} {theirs}  {ratio(line):17}{line['against']}")
             found += [f"    {name.replace('_', ' ')}: {value:.3g}" for name, value in line["beside"].items()]
     return found
 
@@ -73,5 +69,5 @@ def rows(folder: Path, suite: str | None = None) -> list[str]:
     for line in stored(folder):
         if suite in {None, line["suite"]}:
             both = " and ".join(error(line["errors"][side]) for side in ("ours", "theirs"))
-            found.append(f"| {line['case']} | {line['rival']} | {ratio(line)} | {line['what']}: {both} |")
+            found.append(f"| {line['case']} | {line['against']} | {ratio(line)} | {line['what']}: {both} |")
     return found

@@ -31,7 +31,7 @@ def test_batches_against_one_fit(versus, sized, device, kind, which):
         f"{kind.__name__}, {n}×{d}, by {batch}",
         lambda: fit(batch),
         lambda: fit(n),
-        rival="one update",
+        against="one update",
         what="of the covariance, relative (Frobenius norm)",
         judge=lambda s: (torch.linalg.norm(s.covariance() - truth) / torch.linalg.norm(truth)).item(),
     )

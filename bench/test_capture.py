@@ -64,7 +64,7 @@ def test_captured_against_plain_forward(versus, sized, device, every):
         f"{len(names)} of {layers} layers, {count} tokens×{d}",
         captured,
         plain,
-        rival="plain forward",
+        against="plain forward",
         what="of the covariance of the last layer, relative (Frobenius norm)",
         judge=judge,
     )

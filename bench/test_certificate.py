@@ -50,7 +50,7 @@ def test_certified_against_bare(versus, sized, device, case):
         f"{solver}, {k if some == 'top' else 'all'} of {n}×{d}",
         lambda: SOLVERS[solver](data, k).explained_variance,
         bare,
-        rival=CASES[case],
+        against=CASES[case],
         what="of a variance, over the largest",
         judge=lambda found: ((found - truth[:k]).abs().max() / truth[0]).item(),
     )

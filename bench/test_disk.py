@@ -35,7 +35,7 @@ def test_file_against_memory(versus, sized, device, tmp_path, dtype):
         f"{dtype} file of {n}×{d}",
         lambda: fit(source),
         lambda: fit(x.split(source.block_rows)),
-        rival="rows in memory",
+        against="rows in memory",
         what="of the covariance, relative (Frobenius norm)",
         judge=judge,
     )

@@ -33,7 +33,7 @@ def test_import_against_torch_alone(versus):
         "import torch, pca_torch",
         lambda: loaded("torch, pca_torch"),
         lambda: loaded("torch"),
-        rival="import torch",
+        against="import torch",
         what="optional packages imported without need",
         judge=len,
         beside=lambda timing: {

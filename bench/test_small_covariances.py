@@ -32,7 +32,7 @@ def test_driver_against_bare_eigh(versus, sized, device, driver, which):
         f"{driver}, {many} of {width}×{width}",
         lambda: pt.decompose_batch(c, driver=driver).explained_variance,
         bare,
-        rival="bare eigh",
+        against="bare eigh",
         what="of a variance, over the largest of its matrix",
         judge=lambda found: ((found.cpu() - truth).abs() / truth[:, :1]).max().item(),
     )

@@ -49,7 +49,7 @@ def test_half_of_the_product(versus, sized, device, dtype):
         f"XᵀX of {n}×{d}, {str(dtype).removeprefix('torch.')}",
         ours,
         lambda: torch.mm(x.mT, x, out=whole),
-        rival="plain product",
+        against="plain product",
         what=f"of an entry, the worst of {ENTRIES}",
         judge=lambda product: (product.cpu()[i, j].double() - exact).abs().max().item(),
         prepare=half.zero_,  # a stream adds, and so would the rounds

@@ -28,6 +28,18 @@ def captured(matrix: Tensor, components: Tensor) -> float:
     return ((matrix @ q * q).sum() / matrix.trace()).item()
 
 
+def missed(matrix: Tensor, variances: Tensor, components: Tensor) -> float:
+    """Share of the variance that the best K directions capture and the rows (K, D) do not.
+
+    Args:
+        matrix: (D, D) covariance.
+        variances: (D,) its eigenvalues, descending.
+        components: (K, D).
+    """
+    best = variances[: len(components)].sum() / variances.sum()
+    return best.item() - captured(matrix, components)
+
+
 def rank(spectrum: Tensor, share: float) -> int:
     """Smallest K whose variances, of all those given, reach a share of their sum."""
     reached = spectrum.double().cumsum(0) / spectrum.double().sum()

@@ -60,12 +60,16 @@ WORKLOADS = {
     workload.name: workload
     for workload in (
         Workload("top", "rows", (4096, 2048), 128, ("power", "flat", "massive", "offset"), 70),
-        Workload("share", "rows", (4096, 2048), 0.95, ("power", "offset"), 50),
-        Workload("all", "rows", (4096, 2048), None, ("power", "massive"), 50),
-        Workload("streaming", "batches", (16384, 2048), 128, ("power", "flat"), 70),
-        Workload("heads", "heads", (256, 4096, 128), None, ("power",), 60),
-        Workload("wide", "rows", (512, 16384), 64, ("power",), 30),
+        Workload("share", "rows", (4096, 2048), 0.95, ("power", "offset"), 35),
+        Workload("all", "rows", (4096, 2048), None, ("power", "massive"), 35),
+        Workload("streaming", "batches", (16384, 2048), 128, ("power", "flat"), 130),
+        Workload("heads", "heads", (256, 4096, 128), None, ("power",), 45),
+        Workload("wide", "rows", (512, 16384), 64, ("power",), 20),
     )
+}
+LARGE = {  # `--large`: where the exponents of the methods tell
+    "top": replace(WORKLOADS["top"], shape=(8192, 4096), spectra=("power", "flat", "offset"), weight=300),
+    "share": replace(WORKLOADS["share"], shape=(8192, 4096), spectra=("power",), weight=240),
 }
 TINY = {
     "top": ((200, 64), 8),

@@ -1,15 +1,36 @@
 """The shared copies of the worked examples and of the reported cases, and spectra we choose."""
 
+import importlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
+import pytest
 import torch
 from torch import Tensor
 
 from tests.cases import reported
 
 HERE = Path(__file__).parent
+BENCH = HERE.parent / "bench"
 GOLDEN = json.loads((HERE / "golden" / "worked_examples.json").read_text())
+
+
+def bench_module(name: str) -> ModuleType:
+    """A module of bench/, which is no package, under its own name: a child imports it again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCH)
+        return importlib.import_module(name)
+
+
+def bench_script(name: str, *words: object) -> subprocess.CompletedProcess[str]:
+    """A script of bench/ in a process of its own, on one thread."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(BENCH.parent)}
+    command = [sys.executable, BENCH / f"{name}.py", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=240, check=False)
 
 
 def reported_case(name: str) -> dict:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.support import bench_module, bench_script
+
 README = Path(__file__).parent.parent / "README.md"
 FIRST_SCREEN = 35
 
@@ -138,32 +140,54 @@ def test_a_failing_command_is_an_error(tmp_path):
         execute("```bash run\npca-torch no-such-command\n```\n", tmp_path)
 
 
-def generated_of(text):
-    """Command and content of each block `<!-- python bench/… -->` … `<!-- end -->`."""
-    return re.findall(r"^<!-- python (bench/.+?) -->\n(.*?)\n<!-- end -->$", text, re.MULTILINE | re.DOTALL)
+fill = bench_module("fill")
+FILES = {"README.md": README, "bench/README.md": README.parent / "bench" / "README.md"}
+TABLES = [(name, *block) for name, path in FILES.items() for block in fill.blocks(path.read_text())]
+ONE_LINE = "bench/gpu_table.py"  # a sentence where no GPU was measured
 
 
 def test_generated_blocks_are_found_with_their_commands():
     first, second = (
         "<!-- python bench/a.py x -->\n1\n\n2\n<!-- end -->",
-        "<!-- python bench/b.py -->\n\n<!-- end -->",
+        "<!-- python bench/b.py -->\n<!-- end -->",
     )
     text = f"a\n{first}\nb\n{second}\n"
-    assert generated_of(text) == [("bench/a.py x", "1\n\n2"), ("bench/b.py", "")]
-    assert text.count("<!-- python") == len(generated_of(text))
+    assert fill.blocks(text) == [("bench/a.py x", "1\n\n2"), ("bench/b.py", "")]
 
 
-TABLES = generated_of(README.read_text())
+def test_blocks_are_filled_with_what_their_commands_print(monkeypatch):
+    monkeypatch.setattr(fill, "output", lambda command: f"of {command}\n\\1")  # a backslash stays one
+    text = "a\n<!-- python bench/b.py c -->\nold\n<!-- end -->\nd\n<!-- python bench/e.py -->\n<!-- end -->\n"
+    new = fill.filled(text)
+    assert fill.blocks(new) == [
+        ("bench/b.py c", "of bench/b.py c\n\\1"),
+        ("bench/e.py", "of bench/e.py\n\\1"),
+    ]
+    assert fill.filled(new) == new
+    assert new.startswith("a\n<!-- python bench/b.py c -->\nof ")
+    assert "<!-- end -->\nd\n" in new
 
 
-def test_every_marker_of_the_readme_is_such_a_block():
-    text = README.read_text()
-    assert len(TABLES) == text.count("<!-- python") == text.count("<!-- end -->") > 0
+def test_a_command_that_fails_leaves_the_file_as_it_was(tmp_path):
+    path = tmp_path / "a.md"
+    path.write_text("<!-- python bench/table.py none -->\nold\n<!-- end -->\n")
+    done = bench_script("fill", path)
+    assert done.returncode == 1
+    assert "a.md is as it was: bench/table.py none failed: usage:" in done.stderr
+    assert "old" in path.read_text()
 
 
-@pytest.mark.parametrize(("command", "shown"), TABLES, ids=[command for command, _ in TABLES])
+@pytest.mark.parametrize("name", FILES)
+def test_every_marker_is_such_a_block(name):
+    text = FILES[name].read_text()
+    assert len(fill.blocks(text)) == text.count("<!-- python") == text.count("<!-- end") > 0
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [table[1:] for table in TABLES],
+    ids=[f"{name}, {command}" for name, command, _ in TABLES],
+)
 def test_tables_are_those_of_the_stored_results(command, shown):
-    words = [sys.executable, *shlex.split(command)]
-    table = subprocess.run(words, cwd=README.parent, capture_output=True, text=True, check=True).stdout
-    assert len(shown.splitlines()) > 2  # more than a head
-    assert shown == table.strip("\n")
+    assert len(shown.splitlines()) > (0 if command == ONE_LINE else 2)  # more than a head
+    assert shown == fill.output(command)

@@ -6,39 +6,22 @@ import math
 import os
 import resource
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.support import BENCH, bench_module, bench_script
 from tests.support import truth as svd_truth
 
-BENCH = Path(__file__).parent.parent / "bench"
 N, D, K = 200, 64, 8
 U32, U64 = (torch.finfo(dtype).eps / 2 for dtype in (torch.float32, torch.float64))
 
 
-def module(name):
-    """A module of bench/, which is no package, under its own name: a child imports it again."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCH)
-        return importlib.import_module(name)
-
-
 children, exponents, memory, scaling, spectra = map(
-    module, ("children", "exponents", "memory", "scaling", "spectra")
+    bench_module, ("children", "exponents", "memory", "scaling", "spectra")
 )
-
-
-def run(script, *words):
-    """One script in a process of its own, on one thread."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(BENCH.parent)}
-    command = [sys.executable, BENCH / f"{script}.py", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=240, check=False)
 
 
 def stored(folder, script):
@@ -244,8 +227,8 @@ def test_the_picture_has_six_panels(tmp_path, monkeypatch):
 def scaled(tmp_path_factory):
     """One run of everything, at tiny sizes."""
     folder = tmp_path_factory.mktemp("scaling")
-    (folder / "scaling.jsonl").write_text("lines of an earlier run\n")
-    done = run("scaling", "--tiny", "--repeats", 2, "--out", folder)
+    (folder / "scaling.jsonl").write_text(json.dumps(synthetic("full", "N", 50)) + "\n")  # of an earlier run
+    done = bench_script("scaling", "--tiny", "--repeats", 2, "--out", folder)
     assert done.returncode == 0, done.stderr
     return folder, done.stdout, stored(folder, "scaling")
 
@@ -294,19 +277,34 @@ def test_the_judge_sees_wrong_components(tmp_path):
 
 def test_the_stored_exponents_are_printed_as_markdown(scaled):
     folder, _, _ = scaled
-    done = run("scaling", "--table", "--out", folder)
+    done = bench_script("scaling", "--table", "--out", folder)
     assert done.returncode == 0
     assert done.stdout.splitlines() == exponents.rows(folder)
 
 
+def test_other_routes_keep_their_lines(tmp_path):
+    plan = scaling.PLANS["tiny"]
+    every = [point for points in plan.values() for point in points]
+    lines = [
+        {"case": route, "n": n, "d": d, "k": k}
+        for route in ("full", "tsqr")
+        for n, d, k in (every[0], (10**6, 9, 9))  # and one of another plan
+    ]
+    scaling.append(tmp_path, "scaling", lines)
+    scaling.keep_others(tmp_path, {"tsqr"}, every)
+    assert exponents.stored(tmp_path) == [lines[0]]
+
+
 def test_nothing_stored_is_said(tmp_path):
-    done = run("scaling", "--table", "--out", tmp_path)
+    done = bench_script("scaling", "--table", "--out", tmp_path)
     assert done.returncode == 1
     assert "no such file; run scaling.py without --table first." in done.stderr
 
 
 def test_a_route_that_takes_too_long_is_not_tried_on_more(tmp_path):
-    done = run("scaling", "--tiny", "--routes", "full", "--cap", 0, "--repeats", 3, "--out", tmp_path)
+    done = bench_script(
+        "scaling", "--tiny", "--routes", "full", "--cap", 0, "--repeats", 3, "--out", tmp_path
+    )
     assert done.returncode == 0, done.stderr
     first, *later = stored(tmp_path, "scaling")
     assert first["skipped"] == "a run takes more than 0 s"
@@ -334,7 +332,7 @@ def test_a_solver_that_was_handed_over_is_marked(tmp_path):
 
 def memory_lines(folder, *cases):
     sizes = ("--n", N, "--d", D, "--k", K, "--pairs", 2, "--out", folder)
-    done = run("memory", *sizes, "--case", *cases)
+    done = bench_script("memory", *sizes, "--case", *cases)
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
     return {line["case"]: line for line in stored(folder, "memory")}
@@ -365,7 +363,7 @@ def test_memory_of_sparse_rows(tmp_path):
 
 
 def test_a_case_that_fails_says_why(tmp_path):
-    done = run(
+    done = bench_script(
         "memory", "--n", N, "--d", D, "--k", K, "--out", tmp_path, "--case", "wide", "--solver", "none"
     )
     assert done.returncode == 1

@@ -1,21 +1,20 @@
 """The suites run at tiny sizes: an error beside every time, pairs in turn; no time counts."""
 
-import importlib
 import json
 import math
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support import BENCH, bench_module
+
 pytest.importorskip("pytest_benchmark", reason="the suites need pytest-benchmark, which `dev` installs")
 
-ROOT = Path(__file__).parent.parent
-BENCH = ROOT / "bench"
+ROOT = BENCH.parent
 SUITES = {path.stem.removeprefix("test_") for path in BENCH.glob("test_*.py")}
 ROUNDS = 2
 U32, U64 = (torch.finfo(dtype).eps / 2 for dtype in (torch.float32, torch.float64))
@@ -30,14 +29,7 @@ def run(*words, **more):
     )
 
 
-def bench(name):
-    """A module of bench/, which is no package."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCH)
-        return importlib.import_module(name)
-
-
-suites = bench("suites")
+suites = bench_module("suites")
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +90,7 @@ def limit(line):
     if suite == "symmetric_product":
         u = U64 if line["case"].endswith("float64") else U32
         n, d = size_of(line["case"])
-        x = bench("spectra").samples("power", n, d, d).double()
+        x = bench_module("spectra").samples("power", n, d, d).double()
         return n * u / (1 - n * u) * (x.abs().mT @ x.abs()).max().item()  # γ |x|ᵀ|x|, Higham 2002, §3.1
     if suite == "small_covariances":
         n, d = 30, size_of(line["case"])[1]  # rows of each matrix, see there
@@ -152,13 +144,13 @@ def test_toy(versus, tmp_path):
             print(name, file=file)
         return name
 
-    versus("toy", lambda: side("ours"), lambda: side("theirs"), rival="itself", what="letters",
+    versus("toy", lambda: side("ours"), lambda: side("theirs"), against="itself", what="letters",
            judge=len, prepare=lambda: side("prepare"), beside=lambda timing: {{"pairs": len(timing.ratios)}})
 '''
 
 
 def test_ratios_are_taken_within_pairs():
-    summary = bench("pairs").Timing((1.0, 4.0, 3.0), (2.0, 2.0, 12.0)).to_dict()
+    summary = bench_module("pairs").Timing((1.0, 4.0, 3.0), (2.0, 2.0, 12.0)).to_dict()
     assert (summary["ratio"], summary["ratio_min"], summary["ratio_max"]) == (0.5, 0.25, 2.0)
     assert summary["quartiles"]["ours"] == [2.0, 3.0, 3.5]
     assert summary["quartiles"]["ratio"] == [0.375, 0.5, 1.25]
@@ -192,7 +184,7 @@ def test_what_is_missing_is_named():
 
 def test_the_last_line_of_a_case_counts(tmp_path):
     def line(case, ratio, suite="one"):
-        text = {"suite": suite, "case": case, "rival": "that", "what": "of it", "ratio": ratio}
+        text = {"suite": suite, "case": case, "against": "that", "what": "of it", "ratio": ratio}
         errors = {"ours": 2e-16, "theirs": None}
         return json.dumps({**text, "ratio_min": ratio / 2, "ratio_max": 20 * ratio, "errors": errors})
 

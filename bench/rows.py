@@ -1,16 +1,18 @@
 """One row for each method: compared with ours, printed, recorded."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from judge import Verdict
-from rivals import Method
+from judge import Tolerance, Verdict, as_right
+from methods import Method
+from pairs import append
 from rounds import Runs
 from workloads import Workload
+
+FASTER = 0.995  # a ratio below this does not round to 1.00
 
 
 @dataclass
@@ -29,52 +31,57 @@ class Row:
         return float(np.median(self.ratios)) if self.ratios else None
 
 
-def compare(rows: Sequence[Row], limit: float) -> None:
+def compare(rows: Sequence[Row], limit: Tolerance) -> None:
     """Note for each row the fastest of ours that is as right, and the ratios to it.
 
     Args:
         rows: of one workload and spectrum.
-        limit: errors below it are the same.
+        limit: what counts as right.
     """
     answered = [row for row in rows if row.verdict and row.runs.failure is None]
     for row in answered:
         assert row.verdict
-        allowed = max(row.verdict.error, limit)
-        able = [o for o in answered if o.method.ours and o.verdict and o.verdict.error <= allowed]
+        allowed = limit.raised_to(row.verdict)
+        able = [
+            own
+            for own in answered
+            if own.method.ours and own.verdict and as_right(own.verdict.error, own.verdict.variance, allowed)
+        ]
         if able:
             best = min(able, key=lambda own: own.runs.median)
             row.against, row.ratios = best.method.title, tuple(row.runs.ratios(best.runs))
 
 
-def show(workload: Workload, spectrum: str, rows: Sequence[Row], limit: float) -> None:
+def show(workload: Workload, spectrum: str, rows: Sequence[Row], limit: Tolerance) -> None:
     """Print the rows in lines of at most 80 columns.
 
     Args:
         workload: the question.
         spectrum: of the data.
         rows: fastest first.
-        limit: errors below it are the same.
+        limit: what counts as right.
     """
-    print(f"\n{workload.title}, {spectrum}\nerrors below {limit:.1g} are the same")
-    print(f"{'':31}seconds (range)     ratio  error variance")
+    also = "" if limit.variance is None else f" where every variance is right to {limit.variance:.0%}"
+    print(f"\n{workload.title}, {spectrum}\nerrors below {limit.error:.1g} are the same{also}")
+    print(f"{'':32}seconds (range)    ratio  error variance")
     for row in rows:
         print(line(row, limit), flush=True)
 
 
-def line(row: Row, limit: float) -> str:
+def line(row: Row, limit: Tolerance) -> str:
     """One row as text.
 
     Args:
         row: of a method.
-        limit: errors below it are the same.
+        limit: what counts as right.
     """
-    head = f"  {row.method.title:29.29}"
+    head = f"  {row.method.title:29.29} "
     if row.runs.failure or not row.verdict:
         return f"{head}{row.runs.failure}"[:80]
     variance = "none" if row.verdict.variance is None else f"{row.verdict.variance:.0e}"
     ratio = "-" if row.ratio is None else f"{row.ratio:.2f}"
     errors = f"{row.verdict.error:7.0e}{variance:>8}"
-    return f"{head}{seconds(row.runs):19}{ratio:>6}{errors}  {verdict(row, limit)}".rstrip()
+    return f"{head}{seconds(row.runs):18}{ratio:>6}{errors}  {verdict(row, limit)}".rstrip()
 
 
 def seconds(runs: Runs) -> str:
@@ -88,20 +95,25 @@ def seconds(runs: Runs) -> str:
     return f"{middle} ({f'{low}-{high}' if len(runs.taken) > 1 else 'once'})"
 
 
-def verdict(row: Row, limit: float) -> str:
+def verdict(row: Row, limit: Tolerance) -> str:
     """A word on a peer that is faster than all of ours that are as right; nothing on others.
 
     Args:
         row: of a method.
-        limit: errors below it are the same.
+        limit: what counts as right.
     """
-    if row.method.ours or row.ratio is None or row.verdict is None or row.ratio >= 1:
+    if row.method.ours or row.ratio is None or row.verdict is None or row.ratio >= FASTER:
         return ""
-    return "ahead" if row.verdict.error <= limit else "coarser"
+    return "ahead" if as_right(row.verdict.error, row.verdict.variance, limit) else "coarser"
 
 
 def record(
-    workload: Workload, spectrum: str, rows: Sequence[Row], limit: float, facts: dict[str, Any], out: Path
+    workload: Workload,
+    spectrum: str,
+    rows: Sequence[Row],
+    limit: Tolerance,
+    facts: dict[str, Any],
+    out: Path,
 ) -> None:
     """Append one JSON line for each row to `out/peers.jsonl`.
 
@@ -109,33 +121,36 @@ def record(
         workload: the question.
         spectrum: of the data.
         rows: of its methods.
-        limit: errors below it are the same.
+        limit: what counts as right.
         facts: that hold for all lines.
         out: folder.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / "peers.jsonl").open("a", encoding="utf-8") as file:
-        for row in rows:
-            answered = row.verdict is not None and row.runs.failure is None
-            said = {
-                "workload": workload.name,
-                "title": workload.title,
-                "shape": workload.shape,
-                "k": workload.k,
-                "spectrum": spectrum,
-                "package": row.method.package,
-                "method": row.method.name,
-                "ours": row.method.ours,
-                "status": row.runs.failure or "ok",
-                "seconds": row.runs.seconds,
-                "median": row.runs.median if answered else None,
-                "error": row.verdict.error if answered else None,
-                "variance": row.verdict.variance if answered else None,
-                "facts": row.verdict.facts if answered else {},
-                "tolerance": limit,
-                "against": row.against,
-                "ratio": row.ratio,
-                "ratios": row.ratios,
-                "verdict": verdict(row, limit),
-            }
-            file.write(json.dumps({**said, **facts}) + "\n")
+    about = {
+        "workload": workload.name,
+        "title": workload.title,
+        "shape": workload.shape,
+        "k": workload.k,
+        "spectrum": spectrum,
+        "tolerance": limit.error,
+        "tolerance_variance": limit.variance,
+    }
+    append(out, "peers", ({**about, **_said(row, limit), **facts} for row in rows))
+
+
+def _said(row: Row, limit: Tolerance) -> dict[str, Any]:
+    found = row.verdict if row.runs.failure is None else None
+    return {
+        "package": row.method.package,
+        "method": row.method.name,
+        "ours": row.method.ours,
+        "status": row.runs.failure or "ok",
+        "seconds": row.runs.seconds,
+        "median": row.runs.median if found else None,
+        "error": found.error if found else None,
+        "variance": found.variance if found else None,
+        "facts": found.facts if found else {},
+        "against": row.against,
+        "ratio": row.ratio,
+        "ratios": row.ratios,
+        "verdict": verdict(row, limit),
+    }
