@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from pairs import timed, waiting_for
+from pairs import said, timed, waiting_for
 
 FORKS = multiprocessing.get_context("forkserver")  # of a server that has computed nothing, so no threads hang
 FORKS.set_forkserver_preload(["torch", "pca_torch"])
@@ -52,7 +52,7 @@ def _answer(send: Connection, function: Callable[..., Any], args: tuple[Any, ...
     try:
         answer = False, function(*args)
     except Exception as error:  # whatever it is, the parent reports it
-        answer = True, f"{type(error).__name__}: {(str(error).splitlines() or ['no reason given'])[0]}"
+        answer = True, said(error)
     send.send(answer)
 
 

@@ -15,8 +15,8 @@ An answer is "as right" below a tolerance of both:
   by default; the second half keeps a massive λ₁ from hiding that the last directions are random.
 - all components: what a backward stable method in float32 may show, and every variance to 1 %. Of an (N, D)
   matrix such a method finds each σ to p·u·σ₁ (LAPACK Users' Guide, §4.9), u = 6e-8, with p = 4√min(N, D) by
-  the random walk that `pca_torch.precision.factor_noise` states; λ = σ² is off by twice that, 8√min(N, D)·u·λ₁,
-  and directions are off by less. The second half keeps that from hiding that small variances are lost.
+  the random walk that `pca_torch.precision.factor_noise` states; λ = σ² is off by twice that, and so are CV
+  and |VVᵀ - I|: 8√min(N, D)·u. The second half keeps that from hiding that small variances are lost.
 """
 
 import math

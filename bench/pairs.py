@@ -76,6 +76,11 @@ def waiting_for(device: str) -> Callable[[], None]:
     return torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
 
 
+def said(error: Exception) -> str:
+    """What an exception is and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no reason given'])[0]}"
+
+
 def show(values: Mapping[str, float]) -> None:
     """Print named numbers, indented, in lines of at most 80 columns."""
     text = ", ".join(f"{name} {value:.3g}".replace(" ", "\0") for name, value in values.items())

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from judge import Tolerance, Truth, judge, of_heads, tolerance
 from methods import METHODS, Method
-from pairs import RESULTS, environment
+from pairs import RESULTS, environment, said
 from rounds import SLOW, Runs, interleaved
 from rows import Row, compare, record, show
 from torch import Tensor
@@ -108,7 +108,7 @@ def _judge(row: Row, truth: Truth | list[Truth], workload: Workload) -> None:
     try:
         row.verdict = judge(truth, workload, answer)
     except Exception as error:  # NaN, another shape than was asked for, or whatever else was returned
-        row.runs.failure = f"no answer: {str(error).strip().split(chr(10))[0] or type(error).__name__}"
+        row.runs.failure = f"no answer: {said(error)}"
         return
     if math.isinf(row.verdict.error):
         row.runs.failure = "no answer: not finite, or of another size"

@@ -1,8 +1,8 @@
 """How right is each method, and what does that cost? One panel for each question and spectrum.
 
 The stored results of peers.py as `peers.png`: seconds to the right, the error upwards, both logarithmic; the
-lower left is where one wants to be. A colour is a package, a marker a kind of method. Errors below the
-dotted line are the same.
+lower left is where one wants to be. A colour is a package, a marker a kind of method. Hollow ones are not
+right: above the dotted line, or where all components are asked for with a variance that is off by over 1 %.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from pairs import RESULTS
-from peer_tables import Line, grouped, stored
+from peer_tables import Line, grouped, right, stored
 
 COLUMNS = 4
 SMALLEST = 1e-17  # an error of zero is drawn here
@@ -37,7 +37,6 @@ MARKERS = {  # the first word that a method's name has
     "Exact": ("o", "covariance"),
     "lowrank": ("^", "random sketch"),
     "randomized": ("^", "random sketch"),
-    "pca_lowrank": ("^", "random sketch"),
     "fbpca": ("^", "random sketch"),
     "krylov": ("D", "iteration"),
     "lobpcg": ("D", "iteration"),
@@ -47,7 +46,6 @@ MARKERS = {  # the first word that a method's name has
     "svd": ("s", "SVD"),
     "torchdr PCA": ("s", "SVD"),
     "Incremental": ("v", "incremental SVD"),
-    "gram": ("v", "incremental SVD"),
     "auto": ("*", "automatic choice"),
     "partial_fit": ("*", "automatic choice"),
 }
@@ -88,7 +86,9 @@ def draw(lines: Sequence[Line]) -> Figure:
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
     figure.supxlabel("seconds")
-    figure.supylabel("error: share of the variance missed, or |λ - true| / λ₁ where all are asked for")
+    figure.supylabel(
+        "error: share of the variance missed; of all components the worst of variances and directions"
+    )
     figure.legend(handles=legend(answered), loc="outside upper center", ncols=7, frameon=False, fontsize=9)
     return figure
 
@@ -102,15 +102,15 @@ def panel(axis: Axes, title: str, lines: Sequence[Line]) -> None:
         lines: with an answer.
     """
     for line in sorted(lines, key=lambda one: one["ours"]):  # ours on top
-        sign, _ = marker(line)
+        (sign, _), colour = marker(line), COLOURS.get(line["package"], "black")
         axis.plot(
             line["median"],
             max(line["error"], SMALLEST),
             sign,
-            color=COLOURS.get(line["package"], "black"),
+            color=colour if right(line) else "none",
             markersize=11 if sign == "*" else 7,
-            markeredgecolor="white",
-            markeredgewidth=0.6,
+            markeredgecolor="white" if right(line) else colour,
+            markeredgewidth=0.6 if right(line) else 1.2,
             zorder=3 if line["ours"] else 2,
         )
     axis.axhline(lines[0]["tolerance"], color="black", linewidth=0.8, linestyle=":")
@@ -141,7 +141,8 @@ def legend(lines: Sequence[Line]) -> list[Line2D]:
             for package in packages
         ),
         *(Line2D([], [], color="black", marker=sign, linestyle="", label=kind) for sign, kind in kinds),
-        Line2D([], [], color="black", linewidth=0.8, linestyle=":", label="the same below"),
+        Line2D([], [], color="none", markeredgecolor="black", marker="o", label="hollow: not right"),
+        Line2D([], [], color="black", linewidth=0.8, linestyle=":", label="its limit"),
     ]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pairs import timed, waiting_for
+from pairs import said, timed, waiting_for
 
 SLOW = 5.0  # seconds; what takes longer runs once
 OUT_OF_TIME = "not run: out of time"
@@ -101,8 +101,7 @@ def _run(run: Runs, call: Callable[[], Any], clock: Callable[[], float]) -> None
     try:
         seconds, answer = timed(call, waiting_for("cpu"), clock)
     except Exception as error:  # whatever a package raises is what there is to say about it
-        first = str(error).strip().split("\n", maxsplit=1)[0]
-        run.failure, run.answer, seconds = f"{type(error).__name__}: {first}", None, None
+        run.failure, run.answer, seconds = said(error), None, None
     else:
         run.answer = run.answer if run.seconds else answer
     run.seconds.append(seconds)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import bench_module, bench_script
+from tests.support import BENCH, bench_module, bench_script
 from tests.support import truth as svd_truth
 
 U32, U64 = (torch.finfo(dtype).eps / 2 for dtype in (torch.float32, torch.float64))
@@ -101,7 +101,7 @@ def test_a_method_that_raises_later_says_so_too():
         return next(calls)
 
     runs = rounds.interleaved({"once": once, **stage.calls}, 3, 1000.0, clock=lambda: stage.time)
-    assert runs["once"].failure == "StopIteration: "
+    assert runs["once"].failure == "StopIteration: no reason given"
     assert runs["once"].answer is None
     assert runs["once"].seconds == [0, None, None]
     assert runs["a"].seconds == [1, 1, 1]
@@ -605,6 +605,59 @@ def test_the_summary_names_who_is_ahead(tmp_path):
     ]
 
 
+def claimed(folder, *more, **changes):
+    """The aims and whether they are met, of lines that meet all but for the changes of one of them."""
+    stream = {"workload": "streaming", "title": "stream", "against": "pca_torch partial_fit", "k": 8}
+    heads = {"workload": "heads", "title": "heads", "against": "pca_torch batch", "k": None, "error": 1e-7}
+    heads |= {"tolerance": 5e-6, "tolerance_variance": 1e-2}
+    lines = [
+        made("pca_torch", "partial_fit", **stream),
+        made("sklearn", "IncrementalPCA", **{**stream, "ratio": 12.3, "error": 2e-3, **changes}),
+        made("pca_torch", "auto", workload="top"),
+        made("torch", "linalg.svd", workload="top", ratio=2.3),
+        made("pca_torch", "batch", **heads),
+        made("sklearn", "loop over full", **heads | {"ratio": 22.0}),
+        made("sklearn", "loop over auto", **heads | {"ratio": 1.3}),
+        *more,
+    ]
+    suite = {"suite": "import", "case": "import", "beside": {"added_seconds": 0.31, "aim_seconds": 0.3}}
+    (folder / "suites.jsonl").write_text(json.dumps(suite) + "\n")
+    return [line.strip("| ").split(" | ") for line in table.TABLES["claims"](stored(folder, lines))[2:]]
+
+
+def test_claims_say_what_is_met(tmp_path):
+    found = claimed(tmp_path)
+    assert [(figure, met) for _, figure, met in found] == [
+        ("12×; it misses 2e-03, here 2e-08", "yes"),
+        ("the best of them, torch linalg.svd, takes 2.3× the time", "yes"),
+        ("1/22.0; its error 1e-07, 1e-07 here", "yes"),
+        ("1/1.3; its error 1e-07, 1e-07 here", "**no**"),
+        ("0.31 s", "**no**"),
+    ]
+
+
+@pytest.mark.parametrize("change", [{"ratio": 9.9}, {"error": 3e-5}, {"error": 3e-2}])
+def test_a_stream_that_is_not_as_claimed_is_told(tmp_path, change):
+    assert claimed(tmp_path, **change)[0][-1] == "**no**"
+
+
+def test_a_peer_that_is_ahead_is_told(tmp_path):
+    ahead = made("torchdr", "PCA", workload="top", ratio=0.97, verdict="ahead")
+    assert claimed(tmp_path, ahead)[1][1:] == [
+        "the best of them, torchdr PCA, takes 0.97× the time",
+        "**no**",
+    ]
+
+
+@pytest.mark.skipif(
+    not (BENCH / "results" / "peers.jsonl").exists(), reason="`scripts/peers` was not run here"
+)
+def test_streams_are_as_the_readme_says_in_the_stored_results():
+    found = peer_tables._streams(BENCH / "results")
+    assert found
+    assert all(met for _, _, met in found), found
+
+
 def test_tables_of_nothing_are_empty(tmp_path):
     assert table.TABLES["peers"](tmp_path) == []
     assert len(table.TABLES["summary"](tmp_path)) == len(table.TABLES["claims"](tmp_path)) == 2
@@ -618,6 +671,8 @@ def test_the_picture_has_a_panel_for_each_question(tmp_path):
         (line.get_xdata()[0], line.get_ydata()[0]) for line in power.lines if len(line.get_xdata()) == 1
     }
     assert points == {(1.1, 2e-8), (12.34, 1e-13), (0.4, 1.7e-3), (0.9, 3e-13), (0.8, 3e-13)}
+    hollow = {line.get_xdata()[0] for line in power.lines if line.get_markerfacecolor() == "none"}
+    assert hollow == {0.4}  # it is not right
     assert len(flat.lines) == 2  # one method, and the tolerance
     labels = {text.get_text() for text in figure.legends[0].get_texts()}
     assert labels >= {"pca_torch", "sklearn", "random sketch", "SVD", "automatic choice"}
