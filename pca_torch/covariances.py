@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from pca_torch._checks import as_tensor, check_ddof, check_flag, divisor_of
-from pca_torch.precision import Precision, exact_products, product_dtype
+from pca_torch.linalg import COMMON
+from pca_torch.precision import Precision, component_dtype, exact_products, product_dtype
 from pca_torch.threads import side_by_side
 
 __all__ = ["batch_covariance"]
@@ -52,7 +53,7 @@ def batch_covariance(
     def products(part: Tensor) -> Tensor:
         with exact_products(x.device):
             groups = part.split(_at_once(n, e, x.device))
-            return torch.cat([_products(_centred(group, center), work) for group in groups])
+            return torch.cat([_products(group, center, work) for group in groups])
 
     with exact_products(x.device):
         found = torch.cat(side_by_side(products, sets)).div_(divisor) if len(sets) else x.new_empty(0, e, e)
@@ -66,22 +67,31 @@ def _at_once(n: int, e: int, device: torch.device) -> int:
     return 1 if device.type == "cpu" else max(1, GROUP_BYTES // (8 * n * e))
 
 
-def _centred(part: Tensor, center: bool) -> Tensor:
-    """Sets (b, N, E) in float64, minus their mean twice: the first shows its own last digit."""
-    z = part.double()
+def _products(part: Tensor, center: bool, work: torch.dtype) -> Tensor:
+    """(b, E, E) float64 sums of products of sets (b, N, E) around their mean, formed in `work`."""
+    if work == torch.float64:
+        return _gram(_centred(part.double(), center))
+    part = part.to(component_dtype(part.dtype))  # half types in float32, integers in float64
+    if part.dtype == torch.float32 and _common(part):
+        return _gram(_centred(part, center)).double()
+    size = part.abs().amax((-2, -1), keepdim=True).double()  # else by a power of two: squares leave float32
+    unit = torch.where(size > 0, size.log2().floor().exp2(), 1.0)
+    return _gram(_centred(part.double() / unit, center).to(work)).double() * unit.square()
+
+
+def _common(part: Tensor) -> bool:
+    """Whether the samples can be squared in float32 as they are; NaN cannot."""
+    low, high = part.aminmax()
+    size = torch.maximum(-low, high)
+    return bool((size >= COMMON[0]) & (size <= COMMON[1]))
+
+
+def _centred(z: Tensor, center: bool) -> Tensor:
+    """Sets minus their mean, twice: the first shows its own last digit."""
     if not center:
         return z
-    z = z - z.mean(-2, keepdim=True)  # a copy, where the samples are float64
+    z = z - z.mean(-2, keepdim=True)
     return z.sub_(z.mean(-2, keepdim=True))
-
-
-def _products(z: Tensor, work: torch.dtype) -> Tensor:
-    """(b, E, E) sums of products of samples z (b, N, E), each set scaled by a power of two where narrower."""
-    if work == z.dtype:
-        return _gram(z)
-    size = z.abs().amax((-2, -1), keepdim=True)
-    unit = torch.where(size > 0, size.log2().floor().exp2(), 1.0)
-    return _gram((z / unit).to(work)).double() * unit.square()
 
 
 def _gram(z: Tensor) -> Tensor:

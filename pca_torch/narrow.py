@@ -50,7 +50,7 @@ def narrow(
     Memory: two float32 D×D beside C.
     """
     matrix, none = op.matrix, op.problem.mean.new_empty(0, len(op.matrix))
-    if not subset_solver(matrix):
+    if not subset_solver(matrix) or k == 0:
         return None
     unit = 2.0 ** matrix.diagonal().max().log2().floor().item()  # no entry of a covariance is larger
     small = (matrix / unit).float()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 __all__ = ["one_thread", "side_by_side"]
 
+BITE = 2**21  # bytes of a part: with what it takes beside it, about the cache of a core
 SMALL = 512  # rows up to which an eigenproblem runs on one thread
 Answer = TypeVar("Answer")
 
@@ -37,9 +38,9 @@ def one_thread(rows: int) -> Generator[None]:
 
 
 def side_by_side(work: Callable[[Tensor], Answer], problems: Tensor) -> list[Answer]:
-    """`work` on parts of a batch, one part per core, each on one thread.
+    """`work` on parts of a batch that fit in the cache, as many at a time as there are cores.
 
-    Large problems, and those that are not on a CPU, stay together.
+    Each runs on one thread. Large problems, and those that are not on a CPU, stay together.
 
     Args:
         work: takes a part (b, …) of the problems; the caller's grad mode and autocast do not reach it.
@@ -48,16 +49,17 @@ def side_by_side(work: Callable[[Tensor], Answer], problems: Tensor) -> list[Ans
     Returns:
         The answers, in the order of the parts.
     """
-    cores = torch.get_num_threads() if problems.device.type == "cpu" and problems.shape[-1] <= SMALL else 1
-    parts = problems.tensor_split(max(1, min(cores, len(problems))))
-    if len(parts) == 1:
+    if problems.device.type != "cpu" or problems.shape[-1] > SMALL or len(problems) < 2:
         return [work(problems)]
+    cores = torch.get_num_threads()
+    bites = max(cores, -(-problems.nbytes // BITE))
+    parts = problems.tensor_split(min(bites, len(problems)))
 
     def alone(part: Tensor) -> Answer:
         torch.get_num_threads()  # torch tells a new thread how many it has when it first asks
         return work(part)
 
-    with one_thread(0), ThreadPoolExecutor(len(parts)) as pool:
+    with one_thread(0), ThreadPoolExecutor(cores) as pool:
         return list(pool.map(alone, parts))
 
 

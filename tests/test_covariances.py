@@ -69,11 +69,11 @@ def test_constant_columns_have_no_variance():
     assert bool((batch_covariance(x)[:, 1] == 0).all())
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_float32_products_of_any_size(scale):
-    x = sets(2, 40, 4)
-    want = truth(x) * scale**2
-    have = batch_covariance(x.double() * scale, precision="float32")
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_float32_products_of_any_size(scale, dtype):
+    x = (sets(2, 40, 4, dtype=torch.float64) * scale).to(dtype)
+    have, want = batch_covariance(x, precision="float32"), truth(x)
     assert bool(((have - want).abs() <= bound(x, want, U32)).all())
 
 

@@ -72,6 +72,20 @@ def test_each_core_takes_a_part_and_the_answers_keep_their_order():
     assert torch.get_num_threads() == 2
 
 
+def test_many_problems_are_cut_to_what_a_cache_holds(monkeypatch):
+    monkeypatch.setattr(threads, "BITE", 3 * 8 * 4)  # three problems of eight float32
+    x, seen = torch.arange(80.0).reshape(10, 8), set()
+
+    def work(part):
+        seen.add(threading.get_ident())
+        return part + 1
+
+    answers = side_by_side(work, x)
+    assert torch.equal(torch.cat(answers), x + 1)
+    assert [len(answer) for answer in answers] == [3, 3, 2, 2]
+    assert len(seen) <= 2
+
+
 @pytest.mark.parametrize("shape", [(4, threads.SMALL + 1), (1, 3), (0, 3)], ids=["large", "one", "none"])
 def test_large_single_and_absent_problems_stay_together(shape):
     seen = []

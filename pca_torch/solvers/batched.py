@@ -110,7 +110,7 @@ def decompose_batch(
         _check_semidefinite(negative, c, given.dtype, shape)
         spectrum = (solved.values.clamp_min(0) * unit).reshape(*shape, e)
         return BatchedResult(
-            components=fix_signs(solved.rows[:, :k]).reshape(*shape, k, e),
+            components=solved.rows[:, :k].reshape(*shape, k, e),
             explained_variance=spectrum[..., :k].clone(),
             spectrum=spectrum,
             total_variance=(c.diagonal(dim1=-2, dim2=-1).sum(-1) * unit[:, 0]).reshape(shape),
@@ -150,20 +150,27 @@ def _scaled(given: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: NaN, inf, or a matrix that is not symmetric.
     """
-    work = torch.float32 if given.device.type == "mps" else torch.float64
-    c = given.to(work).reshape(given.shape[:-2].numel(), *given.shape[-2:])
+    shape = given.shape[:-2]
+    parts = side_by_side(_scaled_part, given.reshape(shape.numel(), *given.shape[-2:]))
+    c, unit, size, skew = (torch.cat(column) for column in zip(*parts, strict=True))
+    _refuse(~size.isfinite(), shape, "must be finite, {} has NaN or inf; leave it out.")
+    _refuse(
+        skew > SYMMETRIC * (size / unit[:, 0]),
+        shape,
+        f"must be symmetric to {SYMMETRIC:g} of its largest entry, {{}} is not; pass `(c + c.mT) / 2`.",
+    )
+    return c, unit
+
+
+def _scaled_part(given: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Symmetric parts over their units, those units, the largest entries, and how skew they are."""
+    c = given.to(torch.float32 if given.device.type == "mps" else torch.float64)
     size = c.abs().amax((-2, -1))
-    _refuse(~size.isfinite(), given.shape[:-2], "must be finite, {} has NaN or inf; leave it out.")
     mantissa = torch.frexp(size).mantissa
     unit = torch.where(size > 0, size / (2 * mantissa), 1.0)[:, None]
     c = c / unit[:, :, None]
     skew = (c - c.mT).abs().amax((-2, -1))
-    _refuse(
-        skew > SYMMETRIC * (size / unit[:, 0]),
-        given.shape[:-2],
-        f"must be symmetric to {SYMMETRIC:g} of its largest entry, {{}} is not; pass `(c + c.mT) / 2`.",
-    )
-    return (c + c.mT) / 2, unit
+    return (c + c.mT) / 2, unit, size, skew
 
 
 def _check_semidefinite(negative: Tensor, c: Tensor, dtype: torch.dtype, shape: torch.Size) -> None:
@@ -233,6 +240,7 @@ def _measured(c: Tensor, driver: str) -> _Solved:
     """The answer of one driver, measured; nothing of it is good if the driver gives up."""
     try:
         values, rows = DRIVERS[driver](c)
+        rows = fix_signs(rows)
     except LinAlgError:
         values, rows = torch.full_like(c[..., 0], torch.nan), torch.full_like(c, torch.nan)
     u, e = unit_roundoff(c.dtype), c.shape[-1]

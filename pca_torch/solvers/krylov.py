@@ -162,7 +162,7 @@ def _narrow(op: Operator, run: _Run) -> Found | None:
     """A float32 eigenproblem made right, of a covariance that was formed."""
     if not isinstance(op, Dense):
         return None
-    k = None if run.share is not None else min(int(run.n_components or len(op.matrix)), op.problem.n_samples)
+    k = None if run.share is not None else _count(op, run)
     reached = partial(_reached, op, run.share or 1.0)
     prover = Prover(op, run.tol, run.share, run.generator)
     return narrow(op, k, reached, prover)
@@ -213,7 +213,7 @@ def _search(op: Operator, run: _Run) -> Found | None:
             return _reached(op, share, small_eigvalsh(basis.projected).flip(0))
 
         return lanczos(op, count, prover, block=block, most=None, effort=most, generator=generator)
-    k = min(op.problem.n_samples, d) if run.n_components is None else int(run.n_components)
+    k = _count(op, run)
     if op.matrix is not None and (run.method == "chebyshev" or (run.method == "auto" and on_gpu)):
         return chebyshev(op, k, prover, generator=generator)
     # a pass over a disk costs the same for one row as for many
@@ -223,6 +223,13 @@ def _search(op: Operator, run: _Run) -> Found | None:
     return lanczos(
         op, lambda _: k, prover, block=block, most=4 * max(k, block), effort=effort, generator=generator
     )
+
+
+def _count(op: Operator, run: _Run) -> int:
+    """K, where no share was asked for."""
+    if run.n_components is None:
+        return min(op.problem.n_samples, len(op.problem.mean))
+    return int(run.n_components)
 
 
 def _on_gpu(op: Operator) -> bool:
