@@ -82,7 +82,8 @@ def draw(lines: Sequence[Line]) -> Figure:
     FigureCanvasAgg(figure)
     axes = figure.subplots(height, columns, squeeze=False).ravel().tolist()
     for axis, ((title, spectrum), own) in zip(axes, panels.items(), strict=False):
-        panel(axis, f"{title}\n{spectrum}", own)
+        question = title.split(",")[0]  # without the rows of a batch: titles stand side by side
+        panel(axis, f"{question}\n{spectrum}", own)
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
     figure.supxlabel("seconds")

@@ -11,7 +11,7 @@ What the README's table leads one to expect (N samples, D features, K components
     covariance_eigh   N·D²/2 + 9·D³             D²
     tsqr              2·N·D² + 10·D³            D²
     full              2·N·D² + 10·D³            N·D
-    randomized        N·D·(K + 10)·10           N·K
+    randomized        N·D·(K + 10)·10           N·D
     streaming         as krylov, `partial_fit` of batches of 1024 rows
 
 The fitted exponents are printed beside those of these formulas. A matrix product runs several times faster
