@@ -8,8 +8,8 @@ import select
 import signal
 import subprocess
 import sys
-import warnings
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -136,9 +136,10 @@ def test_kappa_of_integers_that_float64_cannot_hold(tmp_path):
 
 def test_kappa_without_matplotlib_writes_the_numbers(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with warnings.catch_warnings(), pytest.raises(SystemExit) as stopped:
+    with warnings.catch_warnings():
         warnings.simplefilter("always")
-        cli.main(["kappa", "--out", str(tmp_path)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["kappa", "--out", str(tmp_path)])
     assert not stopped.value.code
     shown = capsys.readouterr()
     assert shown.out.rstrip().endswith("kappa.json")
