@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--size", choices=("tiny", "full"), default="full", help="of the data")
     group.addoption("--rounds", type=int, default=5, help="pairs of runs of each case")
     group.addoption("--device", default="cpu", help="cpu or cuda")
-    group.addoption("--results", default=str(RESULTS), help="folder of suites.jsonl")
+    group.addoption("--results", help="folder of suites.jsonl (bench/results; none if tiny)")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -127,6 +127,8 @@ def versus(benchmark: Any, request: pytest.FixtureRequest, device: str) -> Calla
         benchmark.extra_info.update(errors=errors, ratio=timing.ratio)
         options.stash[LINES].append(line)
         facts = {name: options.getoption(f"--{name}") for name in ("size", "rounds", "device")}
-        record("suites", argparse.Namespace(out=options.getoption("--results"), **facts), **line)
+        out = options.getoption("--results") or (str(RESULTS) if facts["size"] == "full" else None)
+        if out is not None:
+            record("suites", argparse.Namespace(out=out, **facts), **line)
 
     return compare

@@ -192,9 +192,20 @@ def main() -> None:
     options.add_argument("--repeats", type=int, default=3, help="runs of a point (%(default)s)")
     options.add_argument("--cap", type=float, default=20.0, help="seconds of a run at most (%(default)s)")
     options.add_argument("--tiny", action="store_true", help="sizes of a test")
-    options.add_argument("--out", default=str(RESULTS), help="folder of lines and picture")
+    options.add_argument("--out", help="folder of lines and picture (bench/results; none if --tiny)")
     options.add_argument("--table", action="store_true", help="measure nothing, print stored exponents")
     args = options.parse_args()
+    with tempfile.TemporaryDirectory() as nowhere:
+        args.out = args.out or (nowhere if args.tiny and not args.table else str(RESULTS))
+        act(args)
+
+
+def act(args: argparse.Namespace) -> None:
+    """What was asked for.
+
+    Args:
+        args: of the command line, with a folder.
+    """
     out = Path(args.out)
     if args.table:
         if not (out / "scaling.jsonl").exists():

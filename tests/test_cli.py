@@ -343,10 +343,11 @@ def test_interrupting_leaves_what_was_there(local_model, tmp_path):
         == 0
     )
     before = {path.name: path.read_bytes() for path in out.iterdir()}
+    long = tmp_path / "long.txt"  # more than a few seconds of work on any machine
+    long.write_text((local_model / "text.txt").read_text() * 500)
+    endless = ["--text", str(long), "--seq-len", "16", "--max-tokens", "100000000"]
     process = subprocess.Popen(
-        [*COMMAND, "run", str(local_model), "--out", str(out), "--text", str(local_model / "text.txt")],
-        stderr=subprocess.PIPE,
-        text=True,
+        [*COMMAND, "run", str(local_model), "--out", str(out), *endless], stderr=subprocess.PIPE, text=True
     )
     time.sleep(3)  # imports are done, the model is being loaded or run
     process.send_signal(signal.SIGINT)
