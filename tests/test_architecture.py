@@ -12,8 +12,10 @@ PACKAGE = "pca_torch"
 
 SMALL = ["problem", "jacobi", "span", "covariances"]  # parts of the algebra
 FLOORS = {
-    18: ["__main__"],
-    17: ["__init__", "cli"],  # doors
+    20: ["__main__"],
+    19: ["__init__", "cli"],  # doors
+    18: ["commands", "commands.analysis", "commands.kappa"],
+    17: ["commands.common"],
     16: ["pipeline", "kappa"],  # jobs
     15: ["report", "kappa.text", "kappa.picture"],  # products
     14: ["estimator", "export", "plots", "table", "kappa.routes"],
@@ -31,9 +33,20 @@ FLOORS = {
         "complement",
     ],  # what is multiplied, and proofs
     5: ["operators.dense", "operators.columns", "ritz"],
-    4: ["moments", "rfactor", "bounds"],  # facts, and what they are worth
-    3: ["scatter", "intake", "spectrum", "tokens", "hooks", "sources", "models", "texts", "layout", *SMALL],
-    2: ["result", "linalg", "eigen", "svd", "basis"],  # values, and small algebra
+    4: ["hooks", "moments", "rfactor", "bounds"],  # facts, and what they are worth
+    3: [
+        *["scatter", "intake", "spectrum", "tokens", "sources", "models", "texts", "layout", "sites"],
+        *SMALL,
+    ],
+    2: [
+        "sites.names",
+        "sites.site",
+        "result",
+        "linalg",
+        "eigen",
+        "svd",
+        "basis",
+    ],  # values, and small algebra
     1: ["precision", "kappa.truth"],
     0: ["_checks", "_files", "_labels", "threads"],  # ground
 }

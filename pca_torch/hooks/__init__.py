@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["canonical_name", "capture", "match_sites"]
+from pca_torch.sites.names import (
+    canonical_name,
+    find_hits,
+    listing,
+    match_sites,
+    modules_by_name,
+    nearest,
+    roots,
+)
 
-# Segments that torch.compile, activation checkpointing and FSDP put into the path of what they wrap.
-WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-NAMES_WRITTEN = 10  # an error about every layer of a large model stays readable
+__all__ = ["canonical_name", "capture", "match_sites"]
 
 
 @runtime_checkable
@@ -31,49 +35,6 @@ class Statistic(Protocol):
 
 Sink = Statistic | Callable[[Tensor], object]
 FindMask = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Tensor | None]
-
-
-def canonical_name(model: nn.Module, name: str) -> str:
-    """`name` without the segments of wrappers: what the same site is called in the bare model.
-
-    Stripped are `_orig_mod`, `_checkpoint_wrapped_module` and `_fsdp_wrapped_module` anywhere, and at
-    the root `module` (DistributedDataParallel and its kin) and `base_model.model` (PEFT adapters).
-
-    Args:
-        model: the model in whose paths `name` was found.
-        name: dotted path of a submodule, or a pattern over such paths.
-    """
-    segments, path = name.split("."), _wrapper_path(model)
-    while segments and path and segments[0] == path[0]:
-        segments, path = segments[1:], path[1:]
-    return ".".join(s for s in segments if s not in WRAPPERS)
-
-
-def match_sites(model: nn.Module, patterns: str | Sequence[str]) -> list[str]:
-    """Canonical names of the submodules that match any of `patterns`, in model order, each module once.
-
-    Args:
-        model: the model to look in.
-        patterns: dotted paths, canonical or as `named_modules` gives them. `*`, `?` and `[...]` match
-            within one segment, `**` any number of segments: "model.layers.*" is the layers alone.
-
-    Raises:
-        ValueError: a pattern matches nothing.
-    """
-    sites = _sites(model)
-    found: set[str] = set()
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        hits = _hits(pattern, sites) or _hits(canonical_name(model, pattern), sites)
-        if not hits:
-            raise ValueError(
-                f"`patterns` has {pattern!r}, which is no submodule of the model; {_nearest(pattern, sites)}."
-            )
-        found.update(hits)
-    first: dict[nn.Module, str] = {}
-    for name in sites:
-        if name in found:
-            first.setdefault(sites[name], name)
-    return list(first.values())
 
 
 @contextmanager
@@ -109,7 +70,7 @@ def capture(
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for key, module in targets.items():
             stack.callback(module.register_forward_hook(partial(run.feed, key, sinks[key])).remove)
-        for root in _roots(model):  # after the sites: a root that is a site is fed before it is left
+        for root in roots(model):  # after the sites: a root that is a site is fed before it is left
             stack.callback(root.register_forward_pre_hook(run.enter, with_kwargs=True).remove)
             stack.callback(root.register_forward_hook(run.leave, always_call=True).remove)
             stack.callback(root.register_forward_hook(run.report).remove)
@@ -175,7 +136,7 @@ class _Run:
         if self.held:
             held, self.held = self.held, {}
             first = next(iter(held.values()))
-            raise ValueError(f"sites {_listing(held)}: {first}") from first
+            raise ValueError(f"sites {listing(held)}: {first}") from first
 
     def check_all_fired(self, keys: Collection[str]) -> None:
         """Refuse to end as if all were well when a site saw nothing.
@@ -186,7 +147,7 @@ class _Run:
         silent = [key for key in keys if key not in self.fired]
         if silent:
             raise RuntimeError(
-                f"sites {_listing(silent)} never fired. Call the model inside the block; a compiled one must "
+                f"sites {listing(silent)} never fired. Call the model inside the block; a compiled one must "
                 "be handed to `capture` as compiled, or captured before its first call; a module whose "
                 "parent only reads its weights (`out_proj` of nn.MultiheadAttention) never fires: capture "
                 "the parent."
@@ -299,7 +260,7 @@ def _targets(model: nn.Module, sinks: Mapping[str, Sink]) -> dict[str, nn.Module
         ValueError: keys that name no module, or a pattern that names several.
         TypeError: a sink that can take nothing.
     """
-    sites = _sites(model)
+    sites = modules_by_name(model)
     targets, unknown = {}, []
     for key, sink in sinks.items():
         if isinstance(sink, nn.Module) and not hasattr(sink, "update"):
@@ -310,74 +271,14 @@ def _targets(model: nn.Module, sinks: Mapping[str, Sink]) -> dict[str, nn.Module
             raise TypeError(
                 f"`sinks[{key!r}]` must be callable or have an `update` method, got {type(sink).__name__}."
             )
-        hits = _hits(key, sites) or _hits(canonical_name(model, key), sites)
+        hits = find_hits(key, sites) or find_hits(canonical_name(model, key), sites)
         if len(hits) > 1:
-            raise ValueError(f"`sinks` has {key!r} for {_listing(hits)}; expand it with `match_sites`.")
+            raise ValueError(f"`sinks` has {key!r} for {listing(hits)}; expand it with `match_sites`.")
         if hits:
             targets[key] = sites[hits[0]]
         else:
             unknown.append(key)
     if unknown:
-        nearest = "; ".join(_nearest(key, sites) for key in unknown[:NAMES_WRITTEN])
-        raise ValueError(f"`sinks` names {_listing(unknown)}, no submodule of the model; {nearest}.")
+        close = "; ".join(nearest(key, sites) for key in unknown[:3])
+        raise ValueError(f"`sinks` names {listing(unknown)}, no submodule of the model; {close}.")
     return targets
-
-
-def _sites(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules by canonical name in model order; of a wrapper and what it wraps, the wrapper."""
-    sites: dict[str, nn.Module] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        sites.setdefault(canonical_name(model, name), module)
-    return sites
-
-
-def _wrapper_path(model: nn.Module) -> list[str]:
-    """Segments from `model` down to the first module that wraps no other."""
-    path: list[str] = []
-    while True:
-        names = [name for name, _ in model.named_children()]
-        if names == ["base_model"] and [n for n, _ in model.get_submodule("base_model").named_children()] == [
-            "model"
-        ]:
-            names.append("model")
-        elif len(names) != 1 or names[0] not in WRAPPERS | {"module"}:
-            return path
-        path += names
-        model = model.get_submodule(".".join(names))
-
-
-def _roots(model: nn.Module) -> list[nn.Module]:
-    """Modules that callers call: `model`, what it wraps, and the `base_model` of that (transformers)."""
-    path = _wrapper_path(model)
-    roots = [model.get_submodule(".".join(path[:i])) for i in range(len(path) + 1)]
-    base = getattr(roots[-1], "base_model", None)
-    return list(dict.fromkeys([*roots, base] if isinstance(base, nn.Module) else roots))
-
-
-def _hits(pattern: str, sites: Mapping[str, nn.Module]) -> list[str]:
-    """Names that `pattern` matches; the root only if it is named, by the empty name."""
-    if pattern in sites:
-        return [pattern]
-    return [name for name in sites if name and _matches(name.split("."), pattern.split("."))]
-
-
-def _matches(name: list[str], pattern: list[str]) -> bool:
-    """Whether the segments of `name` match those of `pattern`."""
-    if not pattern:
-        return not name
-    if pattern[0] == "**":
-        return any(_matches(name[i:], pattern[1:]) for i in range(len(name) + 1))
-    return bool(name) and fnmatchcase(name[0], pattern[0]) and _matches(name[1:], pattern[1:])
-
-
-def _nearest(name: str, sites: Collection[str]) -> str:
-    """The existing names most like `name`, as a clause."""
-    close = difflib.get_close_matches(name, [site for site in sites if site], n=3, cutoff=0)
-    return f"nearest to {name!r}: {', '.join(map(repr, close)) or 'none, it has no submodules'}"
-
-
-def _listing(names: Collection[str]) -> str:
-    """The first names quoted, and how many more there are."""
-    written = ", ".join(repr(name) for name in list(names)[:NAMES_WRITTEN])
-    more = len(names) - NAMES_WRITTEN
-    return f"{written} and {more} more" if more > 0 else written

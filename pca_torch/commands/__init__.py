@@ -1,0 +1,1 @@
+"""The commands of `pca-torch`, a file for those that belong together."""
