@@ -1,4 +1,4 @@
-"""The command line: `pca-torch run`, `fit`, `report` and `kappa`."""
+"""The command line `pca-torch`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from typing import Any
 import typer
 
 from pca_torch.commands.analysis import fit, report, run
+from pca_torch.commands.compare import compare
+from pca_torch.commands.export import export
 from pca_torch.commands.kappa import kappa
+from pca_torch.commands.merge import merge
+from pca_torch.commands.sites import sites
 
 __all__ = ["app", "main"]
 
@@ -22,7 +26,7 @@ app = typer.Typer(
     help="How many dimensions the layers of a model use, and which ones.",
 )
 
-for command in (run, fit, report, kappa):
+for command in (run, sites, fit, report, merge, export, compare, kappa):
     app.command()(command)
 
 

@@ -2,19 +2,69 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
-from pca_torch._checks import as_mask, as_rows, as_weights, check_choice, check_whole, select_rows
+from pca_torch._checks import (
+    LARGEST,
+    WEIGHTS,
+    as_mask,
+    as_rows,
+    as_weights,
+    check_choice,
+    check_whole,
+    select_rows,
+)
+from pca_torch._dtypes import FLOATING
+from pca_torch._state import Saved, State, dtype_name
 from pca_torch.precision import exact_products, unit_roundoff
 
-__all__ = ["BUFFER_ROWS", "CHUNK_ROWS", "UNCOUNTED", "Intake"]
+__all__ = ["BUFFER_ROWS", "CHUNK_ROWS", "UNCOUNTED", "Intake", "by_parts", "chunk_rows"]
 
 CHUNK_ROWS = 4096  # rows of one product or factorisation; longer batches are cut
+CHUNK_BYTES = 2**24  # of float64 rows of one product on a CPU, whose allocator maps larger arrays afresh
+LEAST_ROWS = 256  # of one product, however long they are: its D×D sums are read and written once a chunk
+SMALLEST_PART = 32  # rows; where not even these fit, the rows are not what takes the memory
 UNCOUNTED = "no rows were counted; `update` with at least one row first."
 BUFFER_ROWS = 512  # shorter batches wait for company: a D×D update per row would cost as much as 256
+
+
+def chunk_rows(d: int, device: torch.device) -> int:
+    """Rows of `d` features to widen and multiply at a time on `device`.
+
+    Args:
+        d: D.
+        device: where the products run.
+    """
+    if device.type != "cpu":
+        return CHUNK_ROWS
+    return min(CHUNK_ROWS, max(LEAST_ROWS, CHUNK_BYTES // (8 * d)))
+
+
+def by_parts(n: int, step: int, add: Callable[[slice], object]) -> None:
+    """Call `add` with one part of `n` rows after the other; parts are halved when memory runs out.
+
+    Args:
+        n: rows in all.
+        step: of the first parts.
+        add: counts its part whole, or raises and has counted nothing of it.
+
+    Raises:
+        OutOfMemoryError: not even a small part fits.
+    """
+    start = 0
+    while start < n:
+        stop = min(start + step, n)
+        try:
+            add(slice(start, stop))
+            start = stop
+        except torch.OutOfMemoryError:
+            if stop - start <= SMALLEST_PART:
+                raise
+            step = (stop - start) // 2  # tried again outside: what the failed try held is then free
 
 
 class Intake:
@@ -90,3 +140,48 @@ class Intake:
         if all(w is None for _, w in self.waiting):
             return rows, None
         return rows, torch.cat([rows.new_ones(len(r)) if w is None else w for r, w in self.waiting])
+
+    def to_state(self) -> Saved:
+        """Tensors and facts from which `from_state` makes an intake that goes on as this one.
+
+        Returns:
+            Rows that wait, if any, as one batch, and facts in JSON types.
+        """
+        facts = {
+            "n_features": self.n_features,
+            "nonfinite": self.nonfinite,
+            "n_dropped": self.n_dropped,
+            "dtype": dtype_name(self.dtype),
+        }
+        if not self.waiting:
+            return {}, facts
+        rows, w = self.gathered()
+        dtypes = {r.dtype for r, _ in self.waiting}
+        if len(dtypes) == 1 and dtypes <= {*FLOATING.values()}:  # they came in it: nothing is rounded
+            rows = rows.to(dtypes.pop())
+        return {"rows": rows} if w is None else {"rows": rows, "weights": w}, facts
+
+    @classmethod
+    def from_state(cls, tensors: Mapping[str, Tensor], facts: Any) -> Self:
+        """The intake that `to_state` told of.
+
+        Args:
+            tensors: by name.
+            facts: as JSON gave them.
+
+        Raises:
+            ValueError: no intake can be like that.
+        """
+        state = State(tensors, facts)
+        intake = cls(state.count("n_features", 1), state.choice("nonfinite", ["raise", "drop"]))
+        intake.n_dropped = state.count("n_dropped")
+        intake.dtype = state.dtype("dtype")
+        if state.has("rows"):
+            rows = state.tensor("rows", [None, intake.n_features], [*FLOATING.values()])
+            weighted = state.has("weights")
+            weights = state.tensor("weights", [len(rows)], least=WEIGHTS[0]) if weighted else None
+            if not 0 < len(rows) < BUFFER_ROWS or rows.abs().max() > LARGEST or intake.dtype is None:
+                raise ValueError(f"`rows` must be 1 to {BUFFER_ROWS - 1} rows that wait, got {len(rows)}.")
+            intake.waiting = [(rows, weights)]
+        state.done()
+        return intake

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pca_torch._checks import check_number
+from pca_torch._dtypes import FLOATING
 from pca_torch.result import Certificate, PCAResult
 
 __all__ = ["KINDS", "check_site", "pack_site", "unpack_site"]
@@ -23,7 +24,6 @@ __all__ = ["KINDS", "check_site", "pack_site", "unpack_site"]
 REQUIRED = frozenset({"components", "explained_variance", "mean", "total_variance", "n_samples"})
 KINDS = REQUIRED | {"scale", "rank"}
 LEAST = {"n_samples": 1, "rank": 0, "total_variance": 0, "explained_variance": 0}
-WORKING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FACTS = {"divisor": float, "centred": bool, "whiten": bool, "n_variances": int, "certificate": dict}
 CERTIFICATE = get_type_hints(Certificate)
 PER_COMPONENT = ("variance_error", "residual_norms", "quantisation_floor")
@@ -136,7 +136,7 @@ def _ranks(tensors: Mapping[str, Tensor]) -> list[int]:
 
 def _check_shapes(tensors: Mapping[str, Tensor]) -> None:
     shape, dtype = tuple(tensors["components"].shape), tensors["components"].dtype
-    if len(shape) != 3 or dtype not in WORKING or not shape[0] or not shape[2]:
+    if len(shape) != 3 or dtype not in FLOATING.values() or not shape[0] or not shape[2]:
         raise ValueError(f"`components` must be floating (groups, K, features), got {dtype} {shape}.")
     groups, k, d = shape
     m = (tensors["explained_variance"].shape or [0])[-1]

@@ -12,7 +12,7 @@ from pca_torch._checks import check_seed
 __all__ = ["add_gram", "fix_signs", "gaussian", "generator_from", "mirror", "panels", "rademacher", "two_sum"]
 
 PANELS = 8  # block rows of a symmetric product: 36 of 64 blocks are computed
-PLAIN_BELOW = 512  # columns under which one product beats eight
+PLAIN_BELOW = 192  # columns under which one product beats eight
 COMMON = 2.0**-30, 2.0**30  # largest values whose squares, to 1e-14 of the largest, are normal in float32
 SIGN_TIE = 1e-3  # entries this close to the largest count as tied
 
@@ -38,6 +38,8 @@ def panels(d: int) -> list[tuple[int, int]]:
 
 def add_gram(target: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> None:
     """Add xᵀx to the upper block triangle of `target` (D, D) in place; `mirror` fills the rest.
+
+    Memory for a narrower product is taken before anything is added; the first block is the largest.
 
     Args:
         target: (D, D) sums, in the dtype of `x`.

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor
 
-from pca_torch._checks import check_choice, check_number, check_whole, divisor_of, require_square
-from pca_torch.intake import BUFFER_ROWS, CHUNK_ROWS, UNCOUNTED, Intake
-from pca_torch.precision import Precision, exact_products, product_dtype
+from pca_torch._checks import check_number, check_whole
+from pca_torch._state import State, dtype_name
+from pca_torch.intake import Intake
+from pca_torch.precision import Precision
+from pca_torch.row_stream import RowStream
 from pca_torch.scatter import Scatter
 
 __all__ = ["Moments"]
 
-CHUNK_BYTES = 2**24  # of float64 rows of one product on a CPU, whose allocator maps larger arrays afresh
-LEAST_ROWS = 256  # of one product, however long they are: its D×D sums are read and written once a chunk
 
-
-class Moments:
+class Moments(RowStream[Scatter]):
     """Mean and centred scatter of rows with D features, in one pass.
 
     Each chunk of rows is centred by its own float64 mean and merged by the rank-one correction of
@@ -39,6 +39,10 @@ class Moments:
     Memory: 8·groups·D² bytes. Accuracy: `scatter_error` bounds what the sums are off by.
     """
 
+    _kind = Scatter
+    _part = "group{}"
+    _advice = "use `svd_solver='full'` on the data itself"
+
     def __init__(
         self,
         n_features: int,
@@ -48,47 +52,12 @@ class Moments:
         device: torch.device | str | None = None,
         nonfinite: Literal["raise", "drop"] = "raise",
     ) -> None:
-        self._intake = Intake(n_features, nonfinite)
+        check_whole(n_features, "n_features", 1)
         check_whole(groups, "groups", 1)
-        check_choice(precision, "precision", ("auto", "float32", "float64"))
-        self.n_features = n_features
         self.groups = groups
-        self.precision: Precision = precision
-        self.product_dtype: torch.dtype | None = None
-        self.device: torch.device | None = None if device is None else torch.device(device)
-        self._sums: list[Scatter] = []
-        self._pending_group = 0
-        self._torn = False  # an interrupt or a failure left rows counted in part
-        require_square(
-            n_features, groups, torch.device(device or "cpu"), "use `svd_solver='full'` on the data itself"
-        )
+        super().__init__((int(n_features),), groups, precision, device, nonfinite)
 
     # --- reading -----------------------------------------------------------------------------------
-
-    @property
-    def n_samples(self) -> int:
-        """Rows counted so far."""
-        return sum(s.n for s in self._sums) + len(self._intake)
-
-    @property
-    def n_dropped(self) -> int:
-        """Rows skipped under `nonfinite="drop"`."""
-        return self._intake.n_dropped
-
-    @property
-    def input_dtype(self) -> torch.dtype | None:
-        """The coarsest dtype that came in; integers count as float64."""
-        return self._intake.dtype
-
-    @property
-    def mean(self) -> Tensor:
-        """(D,) float64 mean of all rows, weighted where weights came."""
-        return self._total().mean.clone()
-
-    @property
-    def trace(self) -> float:
-        """Σ w‖x - mean‖² over all rows: the trace of the scatter, not divided by anything."""
-        return self._total().diagonal.sum().item()
 
     @property
     def sum_weights(self) -> float:
@@ -100,18 +69,6 @@ class Moments:
         """(Σw)² / Σw², Kish's effective number of rows."""
         total = self._total()
         return total.weight**2 / total.weight_sq if total.weight_sq else 0.0
-
-    def divisor(self, ddof: float = 1) -> float:
-        """Σw - ddof·Σw²/Σw, which is N - ddof without weights.
-
-        Args:
-            ddof: delta degrees of freedom.
-
-        Raises:
-            ValueError: nothing would be left to divide by.
-        """
-        total = self._total()
-        return divisor_of(total.n, total.weight, total.weight_sq, ddof, UNCOUNTED)
 
     def covariance(self, ddof: float = 1) -> Tensor:
         """(D, D) float64 covariance with divisor Σw - ddof·Σw²/Σw.
@@ -156,16 +113,26 @@ class Moments:
         """
         self._check_group(index)
         self.flush()
-        alone = copy.copy(self)
-        alone.groups = 1
-        alone._sums = [copy.deepcopy(self._sums[index])] if self._sums else []
-        alone._intake = Intake(self.n_features, self._intake.nonfinite)  # its count of dropped rows is of all
-        alone._intake.dtype = self.input_dtype
-        return alone
+        self._check_whole()
+        return self.of_sums(copy.deepcopy(self._sums[index : index + 1]), self)
+
+    @classmethod
+    def of_sums(cls, sums: list[Scatter], like: RowStream[Any]) -> Self:
+        """A statistic of rows that another has summed.
+
+        Args:
+            sums: their sums, which it takes over, or none.
+            like: the other, for all else.
+        """
+        d, nonfinite = like._shape[-1], like._intake.nonfinite
+        one = cls(d, precision=like.precision, device=like.device, nonfinite=nonfinite)
+        one._sums, one.product_dtype = sums, like.product_dtype
+        one._intake.dtype = like.input_dtype
+        return one
 
     # --- writing -----------------------------------------------------------------------------------
 
-    def update(self, x: Any, mask: Any = None, weights: Any = None, group: int = 0) -> Moments:
+    def update(self, x: Any, mask: Any = None, weights: Any = None, group: int = 0) -> Self:
         """Count the rows of `x`.
 
         Args:
@@ -183,73 +150,13 @@ class Moments:
         """
         self._check_group(group)
         rows, w = self._intake.select(x, mask, weights)
-        if len(rows):
-            with exact_products(rows.device):
-                self._take(rows, w, group)
+        self._take(rows, w, group)
         return self
-
-    def merge(self, other: Moments) -> Moments:
-        """Count the rows of `other`, which keeps its own.
-
-        Args:
-            other: statistic over the same D features and as many groups.
-
-        Returns:
-            `self`.
-
-        Raises:
-            ValueError: another D or another number of groups.
-        """
-        if (other.n_features, other.groups) != (self.n_features, self.groups):
-            raise ValueError(
-                f"`other` has {other.n_features} features in {other.groups} groups, "
-                f"this statistic has {self.n_features} in {self.groups}; merge statistics of the same kind."
-            )
-        other.flush()
-        self.flush()
-        self._intake.n_dropped += other.n_dropped
-        if not other._sums:
-            return self
-        with exact_products(other._sums[0].mean.device):
-            if not self._sums:
-                self._allocate(self.device or other._sums[0].mean.device, other.input_dtype or torch.float64)
-            for mine, theirs in zip(self._sums, other._sums, strict=True):
-                mine.merge(theirs)
-        self._intake.note(other.input_dtype or torch.float64)
-        if other.product_dtype == torch.float32:  # the sums are as exact as the coarser of the two
-            self.product_dtype = torch.float32
-        return self
-
-    def flush(self) -> None:
-        """Sum the rows of small batches that wait; reading does it by itself."""
-        if not self._intake.waiting:
-            return
-        self._check_whole()
-        rows, w = self._intake.gathered()
-        sums = self._sums[self._pending_group]
-        before, self._torn = sums.n, True  # until they are counted, or wait again
-        waiting, self._intake.waiting = self._intake.waiting, []
-        try:
-            with exact_products(rows.device):
-                self._add(rows, w, self._pending_group)
-        except BaseException:  # a Ctrl-C too: what was not counted goes on waiting
-            if sums.n == before and not sums.torn:
-                self._intake.waiting, self._torn = waiting, False
-            raise
 
     # --- inside ------------------------------------------------------------------------------------
 
-    def _check_whole(self) -> None:
-        """Refuse sums that an interrupt tore.
-
-        Raises:
-            RuntimeError: rows were counted in part.
-        """
-        if self._torn:
-            raise RuntimeError(
-                "this statistic was interrupted while it counted rows, and holds some of them in part; "
-                "start a new one."
-            )
+    def _describe(self) -> str:
+        return f"{self.n_features} features in {self.groups} groups"
 
     def _check_group(self, group: int) -> None:
         check_number(
@@ -259,53 +166,29 @@ class Moments:
             isinstance(group, int) and 0 <= group < self.groups,
         )
 
-    def _take(self, rows: Tensor, w: Tensor | None, group: int) -> None:
-        """Sum long batches now, let short ones wait."""
-        waiting = self._intake.waiting
-        if waiting and (group != self._pending_group or rows.device != waiting[0][0].device):
-            self.flush()
-        if not self._sums:
-            self._allocate(self.device or rows.device, rows.dtype)
-        self._intake.note(rows.dtype)
-        self._check_whole()
-        if len(rows) >= BUFFER_ROWS:
-            self._add(rows, w, group)
-            return
-        self._pending_group = group
-        if self._intake.wait(rows, w) >= BUFFER_ROWS:
-            self.flush()
+    # --- as a file ---------------------------------------------------------------------------------
 
-    def _add(self, rows: Tensor, w: Tensor | None, group: int) -> None:
-        sums = self._sums[group]
-        before, self._torn = sums.n, True
-        try:
-            step = CHUNK_ROWS
-            if self.device is None or self.device.type == "cpu":
-                step = min(step, max(LEAST_ROWS, CHUNK_BYTES // (8 * self.n_features)))
-            for i in range(0, len(rows), step):
-                part = rows[i : i + step].to(self.device)
-                sums.add(part, None if w is None else w[i : i + step].to(self.device))
-        except BaseException:  # a Ctrl-C too
-            self._torn = sums.torn or sums.n != before
-            raise
-        self._torn = False
+    def _facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = {"kind": "moments", "groups": self.groups, "precision": self.precision}
+        return facts | {"product_dtype": dtype_name(self.product_dtype), "pending_group": self._pending_group}
 
-    def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
-        require_square(self.n_features, self.groups, device, "use `svd_solver='full'` on the data itself")
-        with torch.inference_mode(False):
-            self.device = device
-            self.product_dtype = product_dtype(dtype, device, self.precision)
-            self._sums = [Scatter(self.n_features, device, self.product_dtype) for _ in range(self.groups)]
+    @classmethod
+    def from_state(cls, tensors: Mapping[str, Tensor], facts: Any) -> Self:
+        """The statistic that `to_state` told of.
 
-    def _total(self) -> Scatter:
-        """The sums over all groups; not to be changed by the caller."""
-        self.flush()
-        self._check_whole()
-        if not self._sums:
-            return Scatter(self.n_features, torch.device("cpu"), torch.float64)
-        if self.groups == 1:
-            return self._sums[0]
-        total = copy.deepcopy(self._sums[0])
-        for sums in self._sums[1:]:
-            total.merge(sums)
-        return total
+        Args:
+            tensors: by name, on the device where the sums shall lie.
+            facts: as JSON gave them.
+
+        Raises:
+            ValueError: no statistic can be like that.
+        """
+        state = State(tensors, facts)
+        state.choice("kind", ["moments"])
+        intake = Intake.from_state(*state.part("intake"))
+        groups, precision = state.count("groups", 1), state.choice("precision", get_args(Precision))
+        moments = cls(intake.n_features, groups=groups, precision=precision, nonfinite=intake.nonfinite)
+        moments._pending_group = state.count("pending_group")
+        moments._check_group(moments._pending_group)
+        moments._restore(state, intake)
+        return moments

@@ -1,4 +1,4 @@
-"""One picture of a report: how variance adds up in each layer, and the rank of each layer."""
+"""One picture of a report: how variance adds up in each layer, the rank of each layer, and of each head."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from pca_torch._files import replacing
-from pca_torch._labels import clip, describe, short_names
+from pca_torch._labels import CENTRINGS, clip, describe, short_names
+from pca_torch.head_rows import KINDS, STATES, by_kind, rows_of
 
 __all__ = ["plot_spectra"]
 
@@ -20,6 +21,9 @@ MOST_TICKS = 16
 ROOM = 60  # characters of tick labels that fit side by side
 LONGEST_TITLE = 56  # characters of the model, and of the tokens
 LEGEND_UP_TO = 6  # sites that are named in a legend instead of on a colour bar
+SITE_ROW, HEAD_ROW = 5.2, 2.6  # inches
+MOST_HEAD_TICKS = 8  # of an axis of a map
+SHORTEST_LABEL = 8  # characters under a map
 OFF_SCALE = 4  # D is left out of the rank panel when it is this many times the largest rank
 
 
@@ -27,7 +31,8 @@ def plot_spectra(report: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
     """Draw the spectra of a report as a PNG; an existing file is replaced as a whole.
 
     Left: cumulative explained variance against the number of components, typical tokens. Right: the
-    rank at 95 % of the variance, typical tokens and all tokens.
+    rank at 95 % of the variance, typical tokens and all tokens. Below, where there are heads, the same
+    rank as maps of heads against layers: centred and uncentred, keys before and after RoPE.
 
     Args:
         report: what `report_dict` makes or `read_report` reads.
@@ -41,18 +46,65 @@ def plot_spectra(report: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError('plots need matplotlib: pip install "pca-torch[plot]"') from error
-    figure = Figure(figsize=(13, 5.2), layout="constrained")
+    sites, heads = report["sites"], report["heads"]
+    tall = len(CENTRINGS) * HEAD_ROW if heads else 0.0
+    figure = Figure(figsize=(13, (SITE_ROW if sites else 0.6) + tall), layout="constrained")
     canvas = FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, width_ratios=[1.1, 1])
-    names, pattern = short_names(list(report["sites"]))
-    sites = list(report["sites"].values())
-    labels = [_label(name, LONGEST_LABEL) for name in names]
-    _draw_cumulative(figure, left, labels, sites)
-    _draw_ranks(right, labels, sites)
-    right.set_xlabel(_label(pattern, LONGEST_TITLE) if pattern != "*" else "site")
+    heights = [height for height, shown in ((SITE_ROW, sites), (tall, heads)) if shown]
+    parts: Any = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    if sites:
+        _draw_sites(parts[0], sites)
+    if heads:
+        _draw_heads(parts[-1], heads)
     figure.suptitle(" · ".join(_label(phrase, LONGEST_TITLE) for phrase in describe(report)), fontsize=13)
     with replacing(path) as draft:
         canvas.print_figure(draft, format="png", dpi=150)
+
+
+def _draw_sites(figure: Any, sites: Mapping[str, Any]) -> None:
+    left, right = figure.subplots(1, 2, width_ratios=[1.1, 1])
+    names, pattern = short_names(list(sites))
+    labels = [_label(name, LONGEST_LABEL) for name in names]
+    _draw_cumulative(figure, left, labels, list(sites.values()))
+    _draw_ranks(right, labels, list(sites.values()))
+    right.set_xlabel(_label(pattern, LONGEST_TITLE) if pattern != "*" else "site")
+
+
+def _draw_heads(figure: Any, heads: Mapping[str, Any]) -> None:
+    """A map of heads against layers for each kind and state: centred above, uncentred below."""
+    panels = []
+    for kind, sites in by_kind(heads).items():
+        rows, labels = rows_of(sites)
+        states = [state for state in STATES if any(state in row for row in rows)]
+        for state in states:
+            where = "" if states == [None] else f", {STATES[state]}"
+            panels.append((f"{_label(KINDS.get(kind, kind), LONGEST_LABEL)}{where}", rows, labels, state))
+    grid = figure.subplots(len(CENTRINGS), len(panels), squeeze=False)
+    image = None
+    for centring, line in zip(CENTRINGS, grid, strict=True):
+        for axes, (title, rows, labels, state) in zip(line, panels, strict=True):
+            image = _draw_map(axes, [row.get(state) for row in rows], labels, centring)
+            axes.set_title(title if centring == CENTRINGS[0] else "", fontsize=10)
+        line[0].set_ylabel(f"{centring}\nhead")
+    bar = figure.colorbar(image, ax=grid, pad=0.01, label="rank at 95 %, in percent of E, typical tokens")
+    bar.ax.tick_params(labelsize=9)
+
+
+def _draw_map(axes: Any, sites: list[Any], labels: list[str], centring: str) -> Any:
+    """The rank at 95 % of every head of one kind, in percent of E; white where there is no such head."""
+    shares = np.full((max(site["heads"] for site in sites if site is not None), len(sites)), np.nan)
+    for i, site in enumerate(sites):
+        if site is not None:
+            ranks = site["typical"][centring]["rank"][SHARE]
+            shares[: len(ranks), i] = 100 * np.array(ranks) / site["width"]
+    image = axes.imshow(shares, cmap="viridis", vmin=0, vmax=100, aspect="auto", interpolation="nearest")
+    ticks = _thin(len(labels), MOST_HEAD_TICKS)
+    axes.set_xticks(ticks, [_label(labels[i], SHORTEST_LABEL) for i in ticks], fontsize=8)
+    axes.set_yticks(_thin(len(shares), MOST_HEAD_TICKS))
+    axes.tick_params(axis="y", labelsize=8)
+    if centring == CENTRINGS[-1]:
+        axes.set_xlabel("layer", fontsize=9)
+    return image
 
 
 def _draw_cumulative(figure: Any, axes: Any, labels: list[str], sites: list[dict[str, Any]]) -> None:

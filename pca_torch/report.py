@@ -5,44 +5,48 @@ from __future__ import annotations
 import json
 import math
 import os
-import reprlib
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 from pca_torch import spectrum
 from pca_torch._files import replacing
-from pca_torch._labels import RANK_SHARES, printable
-from pca_torch.result import ExtremeRows, PCAResult, SiteReport
+from pca_torch._labels import RANK_SHARES
+from pca_torch.head_report import extreme_entry, heads_entry
+from pca_torch.heads import HeadsReport
+from pca_torch.report_schema import VERSION, check_report
+from pca_torch.result import PCAResult, SiteReport
 from pca_torch.table import render_table
 
 __all__ = ["read_report", "render_table", "report_dict", "verdict", "write_report"]
 
-VERSION = 1
 HIDDEN = 4  # rows hide a layer when they divide its rank by this
 ENOUGH = 2  # tokens per feature below which the rank still grows with the tokens
 LOW, FULL = 0.25, 0.75  # share of the D dimensions that 95 % of the variance take
 
 
 def report_dict(
-    sites: Mapping[str, SiteReport],
+    sites: Mapping[str, SiteReport | HeadsReport],
     model: Mapping[str, Any],
     tokens: Mapping[str, Any],
     settings: Mapping[str, Any],
+    *,
+    empty: Sequence[str] = (),
+    shared: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The report of a run, in JSON types alone.
 
     `explained_variance` is every variance that was computed. A rank or dimension that needs more than
-    those is null, and so is a number that is not finite.
+    those is null, and so is a number that is not finite. Sites of heads stand under `heads`.
 
     Args:
         sites: what was measured, in order of depth.
         model: what was run; its `name` or `id` heads the outputs.
-        tokens: counts, such as "seen" and "padding".
+        tokens: counts, such as "seen" and "padding"; under "excluded" those left out, by reason.
         settings: how it was run.
+        empty: names of sites that saw no token, such as an expert that none was sent to.
+        shared: sites that saw the same tensor as another, each with the one whose numbers it has.
 
     Raises:
         ValueError: `sites` is empty.
@@ -54,7 +58,10 @@ def report_dict(
         "model": model,
         "tokens": tokens,
         "settings": settings,
-        "sites": {name: _site(site) for name, site in sites.items()},
+        "sites": {name: _site(site) for name, site in sites.items() if isinstance(site, SiteReport)},
+        "heads": {name: heads_entry(site) for name, site in sites.items() if isinstance(site, HeadsReport)},
+        "empty": list(empty),
+        "shared": dict(shared or {}),
     })
 
 
@@ -81,14 +88,11 @@ def read_report(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     try:
         report = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-        _check(report, _REPORT, "report")
-        for name, site in report["sites"].items():
-            _check_site(name, site)
+        return check_report(report)
     except RecursionError:
         raise ValueError(f"{path} is no report of pca-torch: it is nested too deeply.") from None
     except ValueError as error:  # also a text that is not UTF-8
         raise ValueError(f"{path} is no report of pca-torch: {error}") from error
-    return report
 
 
 def verdict(site: Mapping[str, Any]) -> str:
@@ -136,17 +140,12 @@ def _who_hides(extreme: Mapping[str, Any]) -> str:
 def _site(report: SiteReport) -> dict[str, Any]:
     site = {
         "n_features": report.typical.n_features,
-        "extreme": _extreme(report.extreme),
+        "extreme": extreme_entry(report.extreme),
         "verdict": "",
         "typical": _view(report.typical),
         "all_tokens": _view(report.all_tokens),
     }
     return site | {"verdict": verdict(site)}
-
-
-def _extreme(rows: ExtremeRows) -> dict[str, Any]:
-    fields = asdict(rows)
-    return fields | {"positions": {str(place): count for place, count in sorted(rows.positions.items())}}
 
 
 def _view(result: PCAResult) -> dict[str, Any]:
@@ -192,97 +191,3 @@ def _refuse_constant(text: str) -> None:
         ValueError: always.
     """
     raise ValueError(f"{text} is no JSON")
-
-
-def _check(value: Any, schema: Any, where: str) -> None:
-    """Compare with a schema: a dictionary of schemas, or a predicate with its description.
-
-    Raises:
-        ValueError: `value` differs, with the place where.
-    """
-    if isinstance(schema, dict):
-        if not isinstance(value, dict):
-            raise ValueError(f"{where} must be an object, got {reprlib.repr(value)}")
-        for key, inner in schema.items():
-            if key not in value:
-                raise ValueError(f"{where} has no `{key}`")
-            _check(value[key], inner, f"{where}.{key}")
-    else:
-        fits, what = schema
-        if not fits(value):
-            raise ValueError(f"{where} must be {what}, got {reprlib.repr(value)}")
-
-
-def _check_site(name: str, site: Any) -> None:
-    """Compare one site with its schema, and its numbers with each other.
-
-    Raises:
-        ValueError: a view has more variances than features, or a rank beyond its variances.
-    """
-    where = f"site {printable(name)}"
-    _check(site, _SITE, where)
-    for key in ("typical", "all_tokens"):
-        known = len(site[key]["explained_variance"])
-        if known > site["n_features"]:
-            raise ValueError(f"{where}.{key} has {known} variances of {site['n_features']} features")
-        if max(site[key]["rank"][share] or 0 for share in RANK_SHARES) > known:
-            raise ValueError(f"{where}.{key} has a rank beyond its {known} variances")
-
-
-def _is_number(value: Any) -> bool:
-    numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return numeric and 0 <= value <= sys.float_info.max
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and _is_number(value)
-
-
-def _or_null(predicate: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or predicate(value)
-
-
-def _is_positions(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(str.isdecimal, value)) and all(map(_is_count, value.values()))
-
-
-def _is_variances(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_number, value))
-
-
-_COUNT = (_is_count, "an integer ≥ 0")
-_NUMBER = (_is_number, "a finite number ≥ 0")
-_COUNT_OR_NULL = (_or_null(_is_count), "an integer ≥ 0 or null")
-_NUMBER_OR_NULL = (_or_null(_is_number), "a finite number ≥ 0 or null")
-_FLAG = (lambda value: isinstance(value, bool), "true or false")
-_OBJECT: dict[str, Any] = {}  # with any content
-_VIEW = {
-    "n_samples": _COUNT,
-    "total_variance": _NUMBER,
-    "explained_variance": (_is_variances, "a list of finite numbers ≥ 0"),
-    "rank": dict.fromkeys(RANK_SHARES, _COUNT_OR_NULL),
-    "participation_ratio": _NUMBER_OR_NULL,
-    "effective_rank": _NUMBER_OR_NULL,
-    "top_share": _NUMBER,
-    "certificate": {"rounding_floor": _NUMBER_OR_NULL},
-}
-_SITE = {
-    "n_features": (lambda value: _is_count(value) and value > 0, "an integer > 0"),
-    "extreme": {
-        "count": _COUNT,
-        "positions": (_is_positions, "an object of integers by position"),
-        "trace_share": _NUMBER,
-        "heavy_tailed": _FLAG,
-        "exact": _FLAG,
-    },
-    "verdict": (lambda value: isinstance(value, str), "a text"),
-    "typical": _VIEW,
-    "all_tokens": _VIEW,
-}
-_REPORT = {
-    "version": (lambda value: value is not True and value == VERSION, f"{VERSION}"),
-    "model": _OBJECT,
-    "tokens": _OBJECT,
-    "settings": _OBJECT,
-    "sites": (lambda value: isinstance(value, dict) and bool(value), "an object with at least one site"),
-}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pca_torch._checks import check_choice, divisor_of, require_square
-from pca_torch.intake import BUFFER_ROWS, CHUNK_ROWS, UNCOUNTED, Intake
+from pca_torch.intake import BUFFER_ROWS, CHUNK_ROWS, UNCOUNTED, Intake, by_parts
 from pca_torch.linalg import two_sum
 from pca_torch.precision import Precision, exact_products, factor_noise, product_dtype, unit_roundoff
 
@@ -194,16 +194,18 @@ class RFactor:
         other.flush()
         self.flush()
         theirs = other._sums
-        self._intake.n_dropped += other.n_dropped
         if theirs is None:
+            self._intake.n_dropped += other.n_dropped
             return self
-        dtype = other.input_dtype or torch.float64
         with exact_products(theirs.r.device):
-            mine = self._start(self.device or theirs.r.device, dtype)
-            if other.product_dtype == torch.float32:  # R is as exact as the coarser of the two
-                self.product_dtype = torch.float32
-            self._sums = _merged(mine, theirs.to(mine.r.device), self._work)
-        self._intake.note(dtype)
+            mine = self._start(self.device or theirs.r.device, other.input_dtype or torch.float64)
+            # R is as exact as the coarser of the two
+            work = torch.float32 if other.product_dtype == torch.float32 else self._work
+            total = _merged(mine, theirs.to(mine.r.device), work)
+        self._intake.note(other.input_dtype or torch.float64)  # before the rows: coarser is on the safe side
+        dropped = self.n_dropped + other.n_dropped
+        # together: an interrupt counts nothing twice
+        self._sums, self.product_dtype, self._intake.n_dropped = total, work, dropped
         return self
 
     def flush(self) -> None:
@@ -241,9 +243,13 @@ class RFactor:
     def _with(self, rows: Tensor, w: Tensor | None) -> _Factor:
         """The sums and these rows, in parts of equal length: a short one would cost as much as a long one."""
         total, parts = self._total_of_sums(), -(-len(rows) // max(CHUNK_ROWS, self.n_features))
-        weights = [None] * parts if w is None else w.tensor_split(parts)
-        for part, of_part in zip(rows.tensor_split(parts), weights, strict=True):
-            total = _merged(total, _centred(part.double(), of_part), self._work)
+
+        def add(part: slice) -> None:
+            nonlocal total
+            centred = _centred(rows[part].double(), None if w is None else w[part])
+            total = _merged(total, centred, self._work)
+
+        by_parts(len(rows), -(-len(rows) // parts), add)
         return total
 
     def _total_of_sums(self) -> _Factor:

@@ -7,55 +7,48 @@ import math
 import torch
 from torch import Tensor
 
-from pca_torch.linalg import add_gram, mirror, rademacher
-from pca_torch.precision import unit_roundoff
+from pca_torch._checks import LARGEST
+from pca_torch.centred_sums import PROBE_SAFETY, PROBES, CentredSums
+from pca_torch.linalg import add_gram, mirror
 
 __all__ = ["Scatter"]
 
-U64 = unit_roundoff(torch.float64)
-PROBES = 8  # columns that measure the rounding of float32 products
-FAR = 4.0  # rows this many medians from the mean are summed apart in float64
-PROBE_SAFETY = 4.0  # eight signs estimate ‖E‖_F to about a third; E is judged by four times that
+SLACK = 1e-3  # far more than rounding, float32 included, adds to an entry of S over its largest variance
 
 
-class Scatter:
+class Scatter(CentredSums):
     """Sums of rows with D features; `add` is the merge of one chunk.
 
     Args:
-        d: D.
+        shape: (D,).
         device: where the sums lie.
         dtype: arithmetic of the products, float32 or float64; the sums are float64.
     """
 
-    def __init__(self, d: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.n = 0
-        self.torn = False  # rows are being counted
-        self.weight = 0.0  # Σw
-        self.weight_sq = 0.0  # Σw²
-        self.depth = 0  # longest chain of additions behind an entry of the scatter
-        self.merges = 0  # shifts of the mean so far
-        self.mean = torch.zeros(d, dtype=torch.float64, device=device)
-        self._between = torch.zeros_like(self.mean)  # Σ f δ² per column, f δδᵀ being the shifts so far
-        self._slip = torch.zeros_like(self.mean)  # Σ f t² per column, t what δ may be off by
-        self._upper = torch.zeros(d, d, dtype=torch.float64, device=device)  # upper block triangle of S
-        self._signs = rademacher(d, 0 if dtype == torch.float64 else PROBES, device)  # Z
-        self._probe = torch.zeros_like(self._signs)  # P, what S Z would be without rounding
+    _axes = 1
+    _counts = ("n", "weight", "weight_sq", "depth", "merges")
 
-    @property
-    def measured(self) -> bool:
-        """Whether float32 products came in, so that their rounding is measured."""
-        return self._signs.shape[1] > 0
+    @classmethod
+    def one_of(cls, sums: CentredSums, index: int) -> Scatter:
+        """One matrix of sums of several, a copy.
+
+        Args:
+            sums: of rows (n, H, D).
+            index: 0 … H - 1.
+        """
+        one = cls(sums.mean.shape[1:], sums.mean.device, sums.dtype)
+        one.n, one.weight, one.weight_sq = sums.n, sums.weight, sums.weight_sq
+        one.depth, one.merges = sums.depth, sums.merges
+        one.mean = sums.mean[index].clone()
+        one._between, one._slip = sums._between[index].clone(), sums._slip[index].clone()
+        one._upper = sums._upper[index].clone()
+        one._signs, one._probe = sums._signs.clone(), sums._probe[index].clone()
+        return one
 
     @property
     def matrix(self) -> Tensor:
         """(D, D) S = Σ w (x - mean)(x - mean)ᵀ."""
         return mirror(self._upper)
-
-    @property
-    def diagonal(self) -> Tensor:
-        """(D,) diagonal of S."""
-        return self._upper.diagonal()
 
     def error(self, scale: Tensor | None = None) -> float:
         """Bound on ‖computed - true‖₂ of S, or of S_ij / (scale_i scale_j).
@@ -75,91 +68,43 @@ class Scatter:
         if scale is None:
             scale = torch.ones_like(self.mean)
         squares = torch.stack([self.diagonal, self._between, self._slip]) / scale.square()
-        trace, between, slip = squares.sum(1).tolist()
-        rounding = (min(self.depth, 8 * math.sqrt(self.depth)) + 4) * U64 * trace
-        bound = rounding + 2 * math.sqrt(between * slip) + slip
+        bound = self._bound(*squares.sum(1)).item()
         if not self.measured:
             return bound
         seen = torch.linalg.matrix_norm((self._probe - self.matrix @ self._signs) / scale[:, None])
         return bound + PROBE_SAFETY * seen.item() / scale.min().item() / math.sqrt(PROBES)
 
-    def add(self, rows: Tensor, w: Tensor | None = None) -> None:
-        """Add a chunk of rows (n, D) of any real dtype with weights w > 0 (n,).
+    def check_possible(self) -> None:
+        """Refuse sums that no rows have.
 
-        Where products are float32, rows far from the others are summed apart in float64: one sink
-        token would drown the rest in its rounding, and drag the mean that they are centred by.
+        Raises:
+            ValueError: the first thing that is impossible.
         """
-        x = rows.to(torch.float64, copy=True)  # ours to change; operations on mixed dtypes are far slower
-        near = x.mean(0)
-        x -= near
-        if self.dtype == torch.float64:
-            self._add_shifted(x, near, w, torch.float64)
-            return
-        size = torch.linalg.vector_norm(x, dim=1)
-        far = size > FAR * size.median()
-        if not bool(far.any()):
-            self._add_shifted(x, near, w, self.dtype)
-            return
-        for part, dtype in ((far, torch.float64), (~far, self.dtype)):
-            self._add_shifted(x[part], near, None if w is None else w[part], dtype)
+        n, weight, square = self.n, self.weight, self.weight**2
+        enough = self.weight_sq <= square * (1 + 1e-9) and square <= n * self.weight_sq * (1 + 1e-9)
+        if not enough or (n > 0) != (weight > 0):
+            raise ValueError(
+                f"`weight` and `weight_sq` must be those of {n} rows, got {weight}, {self.weight_sq}."
+            )
+        largest = self.diagonal.max().item()
+        if self.diagonal.min() < 0 or self._upper.abs().max() > largest * (1 + SLACK):
+            raise ValueError("`scatter` must have no entry above its largest variance, and none below 0.")
+        if self.mean.abs().max() > (LARGEST if n else 0) or largest > 4 * LARGEST**2 * weight:
+            raise ValueError(f"`mean` and `scatter` must be those of {n} rows of values up to {LARGEST:g}.")
+        if not bool((self._signs.abs() == 1).all()):
+            raise ValueError("`signs` must be 1 and -1.")
 
-    def _add_shifted(self, x: Tensor, near: Tensor, w: Tensor | None, dtype: torch.dtype) -> None:
-        """Centre rows x + near by their own mean, in place, and add their products, formed in `dtype`.
+    def _add_products(self, z: Tensor, dtype: torch.dtype) -> None:
+        add_gram(self._upper, z, dtype)
 
-        They were shifted before: the mean of what is left shows the last digit t of the first, which would
-        add n·ttᵀ, beyond which no column can be seen that varies less.
-        """
-        if w is None:
-            weight = weight_sq = float(len(x))
-            low = x.mean(0)
-            x -= low
-        else:
-            weight, weight_sq = w.sum().item(), w.square().sum().item()
-            for_all = (w @ x) / weight  # weighted, it is far from zero
-            x -= for_all
-            low = (w @ x) / weight
-            x -= low
-            x *= w.sqrt()[:, None]
-            low = for_all + low
-        self.torn = True
-        self._shift(len(x), weight, weight_sq, near + low)
-        self.depth = max(self.depth, len(x)) + 1
-        add_gram(self._upper, x, dtype)
-        if self.measured:
-            self._probe.addmm_(x.mT, x @ self._signs)
-        self.torn = False
+    @staticmethod
+    def _add_outer(target: Tensor, a: Tensor, b: Tensor, factor: float) -> None:
+        target.addr_(a, b, alpha=factor)
 
-    def merge(self, other: Scatter) -> None:
-        """Add the rows of `other`, which stays as it is."""
-        if other.n == 0:
-            return
-        device = self.mean.device
-        if other.measured and not self.measured:  # from here on: what is here is exact, its P is S Z
-            self._signs = other._signs.to(device)
-            self._probe = self.matrix @ self._signs
-        self._shift(other.n, other.weight, other.weight_sq, other.mean.to(device))
-        self.depth = max(self.depth, other.depth) + 1
-        self.merges = max(self.merges, other.merges) + 1
-        self._between += other._between.to(device)
-        self._slip += other._slip.to(device)
-        self._upper += other._upper.to(device)
-        if self.measured:
-            probe = other._probe.to(device) if other.measured else other.matrix.to(device) @ self._signs
-            self._probe += probe
+    def _packed(self) -> Tensor:
+        return torch.cat([row[i:] for i, row in enumerate(self._upper)])
 
-    def _shift(self, n: int, weight: float, weight_sq: float, mean: Tensor) -> None:
-        """Move to the mean that includes `n` more rows around `mean` (Chan, Golub & LeVeque, 1983)."""
-        total = self.weight + weight
-        delta = mean - self.mean
-        factor = self.weight * weight / total
-        doubt = 2 * (self.merges + 8) * U64 * (self.mean.abs() + mean.abs())
-        self._between += factor * delta.square()
-        self._slip += factor * doubt.square()
-        self.merges += 1
-        self._upper.addr_(delta, delta, alpha=factor)
-        if self.measured:
-            self._probe.addr_(delta, delta @ self._signs, alpha=factor)
-        self.mean += delta * (weight / total)
-        self.n += n
-        self.weight = total
-        self.weight_sq += weight_sq
+    def _unpack(self, packed: Tensor) -> None:
+        d = len(self._upper)
+        for i, row in enumerate(packed.split([*range(d, 0, -1)])):
+            self._upper[i, i:] = row

@@ -10,13 +10,16 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from pca_torch._labels import RANK_SHARES, clip, describe, printable, short_names
+from pca_torch._labels import RANK_SHARES, clip, describe, excluded, printable, short_names
+from pca_torch.head_table import head_tables
 
 __all__ = ["render_table"]
 
 NOISY = "*"  # after a rank that counts variances at or below the rounding floor
 MOST_PLACES = 2  # positions that are listed
 LONGEST_NAME = 24  # characters of a site
+LONGEST_EMPTY = 40  # characters of a site without tokens
+MOST_EMPTY = 4  # of them that are named
 RIGHT = ("tokens", "D", "PR", "top")  # columns of single numbers
 WRAPPED = ("site", "verdict")
 
@@ -24,19 +27,29 @@ View = Mapping[str, Any]
 
 
 def render_table(report: Mapping[str, Any]) -> Group:
-    """The report as a table for the terminal, with a heading and the notes it needs.
+    """The report as tables for the terminal, with a heading and the notes they need.
 
     Ranks stand side by side for the typical tokens and for all tokens; the participation ratio and the
-    share of the first direction are those of the typical tokens.
+    share of the first direction are those of the typical tokens. Heads follow in tables of their own.
 
     Args:
         report: what `report_dict` made or `read_report` read.
     """
-    names, pattern = short_names(list(report["sites"]))
-    sites = list(report["sites"].values())
-    columns, common = _columns(names, sites)
-    if pattern != "*":
-        common.insert(0, f"sites: {pattern}")
+    sites, parts, common = list(report["sites"].values()), [], []
+    if sites:
+        names, pattern = short_names(list(report["sites"]))
+        columns, common = _columns(names, sites)
+        if pattern != "*":
+            common.insert(0, f"sites: {pattern}")
+        parts = [_site_table(columns), Text("\n".join(_notes(sites)), style="dim")]
+    heading = "\n".join(filter(None, [*describe(report), excluded(report), ", ".join(common)]))
+    for table in head_tables(report["heads"]):
+        parts += [Text(), table]
+    below = Text("\n".join(_without_numbers(report)), style="dim")
+    return Group(Text(heading), *([] if sites else [Text()]), *parts, *([below] if below else []))
+
+
+def _site_table(columns: Mapping[str, list[str]]) -> Table:
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0, header_style="bold")
     for header in columns:
         justify = "right" if header in RIGHT else "left"
@@ -45,9 +58,22 @@ def render_table(report: Mapping[str, Any]) -> Group:
         table.add_column(text, justify=justify, no_wrap=no_wrap, overflow="fold")
     for row in zip(*columns.values(), strict=True):
         table.add_row(*map(Text, row))
-    model, tokens = describe(report)
-    heading = "\n".join(filter(None, [model, tokens, ", ".join(common)]))
-    return Group(Text(heading), table, Text("\n".join(_notes(sites)), style="dim"))
+    return table
+
+
+def _without_numbers(report: Mapping[str, Any]) -> list[str]:
+    """Sites that have no row of their own, or share one."""
+    lines = []
+    if empty := report["empty"]:
+        listed = [clip(printable(name), LONGEST_EMPTY) for name in empty[:MOST_EMPTY]]
+        more = f" and {len(empty) - MOST_EMPTY} more" if len(empty) > MOST_EMPTY else ""
+        lines.append(f"no token, or a single one, reached {', '.join(listed)}{more}.")
+    if shared := report["shared"]:
+        follow, other = (
+            ("1 site sees", "shares") if len(shared) == 1 else (f"{len(shared)} sites see", "share")
+        )
+        lines.append(f"{follow} the same tensor as another and {other} its numbers.")
+    return lines
 
 
 def _columns(names: list[str], sites: list[dict[str, Any]]) -> tuple[dict[str, list[str]], list[str]]:

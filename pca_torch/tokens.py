@@ -5,172 +5,49 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from pca_torch._checks import as_mask, as_rows, as_tensor, check_number
+from pca_torch._checks import LARGEST, as_mask, as_rows, check_number
+from pca_torch._state import Saved, State, prefixed
+from pca_torch.held_rows import HeldRows, places_of
+from pca_torch.intake import by_parts, chunk_rows
+from pca_torch.norm_histogram import EDGES, NormHistogram, undifferentiated
 from pca_torch.result import ExtremeRows
 
 __all__ = ["NormHistogram", "TokenViews"]
 
-BINS_PER_OCTAVE = 128
-LOWEST, HIGHEST = -126, 128  # powers of two: the normal range of float32 and bfloat16
-BINS = BINS_PER_OCTAVE * (HIGHEST - LOWEST)
-RESOLUTION = 2 ** (1 / BINS_PER_OCTAVE) - 1  # width of a bin relative to its lower edge
-EDGES = np.concatenate([[0.0], np.exp2(np.arange(BINS + 1) / BINS_PER_OCTAVE + LOWEST)])
-
-MAD_TO_STD = 1.4826  # standard deviation of a normal distribution over its MAD
 EXTREME_UNITS = 10  # a row is extreme above median + 10 · 1.4826 · MAD
 HOLD_UNITS = 5  # a running threshold is not final: rows above this one wait for the end
 LARGEST_SHARE = 0.05  # beyond it the norms are heavy-tailed, not a body with outliers
 WARM_UP = 256  # rows before a running threshold is trusted to let any row go
-CHUNK_ROWS = 2048  # rows widened to float64 at a time: bounds the temporary, not the answer
-
-F = TypeVar("F", bound=Callable[..., Any])
+STALE = 9 / 8  # a running threshold serves until there are this many times as many rows
 
 
 class _Statistic(Protocol):
-    """What `TokenViews` asks of a statistic; `update` copies what it keeps, `merge` leaves `other` alone."""
+    """What `TokenViews` asks of a statistic; `update` copies what it keeps, `merge` leaves `other` alone.
+
+    It may also have `absorb(rows, dtype)`, as `Moments` has: rows are then widened once for norms and sums.
+    """
 
     @property
     def n_samples(self) -> int: ...
+    @property
+    def n_features(self) -> int: ...  # D
     @property
     def mean(self) -> Tensor: ...  # (D,) float64, also before the first row
     @property
     def trace(self) -> float: ...  # Σ‖x - mean‖², not divided
     def update(self, x: Tensor, mask: Tensor | None = None) -> object: ...
     def merge(self, other: Any) -> object: ...
+    def to_state(self) -> Saved: ...
 
 
 S = TypeVar("S", bound=_Statistic)
-
-
-def _plain(method: F) -> F:
-    """Run `method` without autograd and outside inference mode, whose tensors could not be updated later."""
-    return torch.inference_mode(mode=False)(torch.no_grad()(method))
-
-
-class NormHistogram:
-    """Counts of row norms in 128 bins per octave from 2⁻¹²⁶ to 2¹²⁸; quantiles to half a percent.
-
-    Counts are integers, so neither the order of the rows nor the split into batches matters. Norms
-    below the range count as zero, norms above it as the last bin. Inside a bin the rows are taken as
-    spread evenly: a quantile lies in the same bin as that of the norms themselves, so it is off by at
-    most 0.55 % of its value. Memory: 260 kB on the CPU.
-    """
-
-    @_plain
-    def __init__(self) -> None:
-        self.counts = torch.zeros(BINS + 1, dtype=torch.int64)  # the first counts zeros
-
-    @property
-    def n_samples(self) -> int:
-        """N, norms counted."""
-        return int(self.counts.sum())
-
-    @_plain
-    def update(self, norms: Tensor) -> Self:
-        """Count `norms`.
-
-        Args:
-            norms: non-negative finite numbers (N,).
-
-        Raises:
-            ValueError: a norm is negative or not finite.
-        """
-        norms = norms.double().cpu()
-        bad = int((~(norms.isfinite() & (norms >= 0))).sum())
-        if bad:
-            raise ValueError(
-                f"`norms` must be finite and not negative, got {bad} of {len(norms)} others; drop them."
-            )
-        place = (norms.log2() - LOWEST).mul(BINS_PER_OCTAVE).floor() + 1  # a zero is at -inf
-        self.counts = self.counts + place.clamp(0, BINS).long().bincount(minlength=BINS + 1)
-        return self
-
-    @_plain
-    def merge(self, other: NormHistogram) -> Self:
-        """Absorb the norms of `other`, which stays as it is.
-
-        Args:
-            other: counts of other rows.
-        """
-        self.counts = self.counts + other.counts
-        return self
-
-    def median(self) -> float:
-        """Smallest norm with half of the rows at or below it.
-
-        Raises:
-            ValueError: nothing was counted.
-        """
-        cdf = self._cdf()
-        half = cdf[-1] / 2
-        if half == 0:
-            raise ValueError("no rows were counted; call `update` with at least one unmasked row first.")
-        edge = int(np.searchsorted(cdf, half))
-        if edge == 0:  # half of the rows are zero
-            return 0.0
-        part = (half - cdf[edge - 1]) / (cdf[edge] - cdf[edge - 1])
-        return float(EDGES[edge - 1] + part * (EDGES[edge] - EDGES[edge - 1]))
-
-    def mad(self) -> float:
-        """Median of |norm - median|: the radius around the median that holds half of the rows."""
-        median, cdf = self.median(), self._cdf()
-        low, high = 0.0, median  # [0, 2·median] holds all rows up to the median, which is half of them
-        for _ in range(60):
-            radius = (low + high) / 2
-            inside = np.interp(median + radius, EDGES, cdf) - np.interp(median - radius, EDGES, cdf)
-            low, high = (low, radius) if inside >= cdf[-1] / 2 else (radius, high)
-        return high
-
-    def threshold(self, units: float) -> float:
-        """Median + `units` · 1.4826 · MAD, with a MAD no finer than the bins: equal norms stay below it.
-
-        Args:
-            units: robust standard deviations above the median.
-        """
-        median = self.median()
-        return median + units * max(MAD_TO_STD * self.mad(), RESOLUTION * median)
-
-    def _cdf(self) -> np.ndarray:
-        """(BINS + 2,) rows at or below each edge; zero and the lowest edge have no rows in between."""
-        below = self.counts.cumsum(0).double().numpy()
-        return np.concatenate([below[:1], below])
-
-
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """H rows with what decides and describes them; never written to, so copies may share it."""
-
-    values: Tensor  # (H, D) dtype and device of the data
-    norms: Tensor  # (H,)   float64, CPU
-    positions: Tensor  # (H,)   int64, device of the data, negative = unknown
-
-    def __len__(self) -> int:
-        return len(self.norms)
-
-    def select(self, keep: Tensor) -> _Rows:
-        """Copies of the rows where `keep` (H,) holds."""
-        at = keep.nonzero()[:, 0]  # indices from the CPU: a device mask would have to be counted there
-        on_device = at.to(self.values.device)
-        return _Rows(self.values[on_device], self.norms[at], self.positions[on_device])
-
-    def join(self, other: _Rows) -> _Rows:
-        """These rows, then those of `other`."""
-        if not len(self) or not len(other):  # an empty one must not decide dtype and device
-            return self if len(self) else other
-        device = self.values.device
-        return _Rows(
-            torch.cat([self.values, other.values.to(device)]),
-            torch.cat([self.norms, other.norms]),
-            torch.cat([self.positions, other.positions.to(device)]),
-        )
 
 
 class TokenViews(Generic[S]):
@@ -179,7 +56,8 @@ class TokenViews(Generic[S]):
     A row is extreme when its norm exceeds median + 10 · 1.4826 · MAD of the norms of the whole site,
     which is known at the end only. So rows above half that distance of the running threshold (and all
     of the first 256) are held aside and assigned by `result`; the others are counted at once. That
-    makes the answer independent of the order of the rows as long as `ExtremeRows.exact` holds.
+    makes the answer independent of the order of the rows as long as `ExtremeRows.exact` holds. The running
+    threshold only guesses which rows to hold, so it is not taken anew before an eighth more rows came.
 
     Memory: two statistics, the rows held aside in their own dtype on their own device, 260 kB of counts.
     One batch costs one transfer of its norms to the CPU.
@@ -191,7 +69,7 @@ class TokenViews(Generic[S]):
             assigned early and half of `max_held` stays.
     """
 
-    @_plain
+    @undifferentiated
     def __init__(
         self, make: Callable[[], S], make_extreme: Callable[[], S] | None = None, *, max_held: int = 512
     ) -> None:
@@ -204,17 +82,19 @@ class TokenViews(Generic[S]):
         self.n_features = len(self._typical.mean)  # once: reading makes a statistic sum what it has buffered
         self._extreme: S | None = None
         self._histogram = NormHistogram()
-        self._held = _Rows(torch.empty(0, self.n_features), torch.empty(0), torch.empty(0, dtype=torch.int64))
+        self._held = HeldRows.none(self.n_features)
         self._positions: Counter[int] = Counter()  # place in the sequence → rows assigned to `_extreme`
         self._largest_typical = 0.0  # norms assigned so far, to tell whether the end agrees
         self._smallest_extreme = math.inf
+        self._hold_above, self._hold_at = 0.0, 0  # the running threshold, and of how many rows; 0 is none
+        self._torn = False  # an interrupt or a failure left rows counted in part
 
     @property
     def n_samples(self) -> int:
         """N, rows counted."""
         return self._histogram.n_samples
 
-    @_plain
+    @undifferentiated
     def update(self, x: Any, mask: Any = None, positions: Any = None) -> Self:
         """Count the rows of one batch; a batch that is refused changes nothing.
 
@@ -225,20 +105,30 @@ class TokenViews(Generic[S]):
                 negative = unknown. By default counted over the unmasked rows along T, so padding on
                 the left does not shift it, and unknown for (N, D).
         """
-        batch = self._checked(x, mask, positions)
-        if not len(batch):
-            return self
-        histogram = copy.deepcopy(self._histogram).update(batch.norms)
-        far = torch.ones_like(batch.norms, dtype=torch.bool)
-        if histogram.n_samples >= WARM_UP:
-            far = batch.norms > histogram.threshold(HOLD_UNITS)
-        held = self._held.join(batch.select(far))
-        self._add_typical(batch, ~far)  # first: should the statistic refuse, nothing has changed
-        self._histogram, self._held = histogram, held
-        self._fold()
+        rows, shape = as_rows(x, self.n_features)
+        keep = as_mask(mask, shape, rows.device)
+        places = places_of(positions, keep, shape, rows.device)
+        if keep is not None:
+            at = keep.nonzero()[:, 0]
+            if len(at) < len(rows):
+                rows, places = rows.index_select(0, at), places.index_select(0, at)
+        self._count(rows, places)
         return self
 
-    @_plain
+    @undifferentiated
+    def update_rows(self, rows: Any, positions: Any = None) -> Self:
+        """Count rows that were selected before.
+
+        Args:
+            rows: (n, D), any real dtype; not changed, and copied where kept.
+            positions: integers (n,), the place of each row in its sequence, negative = unknown; None is
+                unknown for all.
+        """
+        rows, _ = as_rows(rows, self.n_features, "rows")
+        self._count(rows, places_of(positions, None, (len(rows),), rows.device))
+        return self
+
+    @undifferentiated
     def merge(self, other: TokenViews[S]) -> Self:
         """Absorb the rows of `other`, which stays as it is.
 
@@ -252,6 +142,9 @@ class TokenViews(Generic[S]):
             raise ValueError(
                 f"`other` must have {self.n_features} features, got {other.n_features}; merge the same site."
             )
+        other._check_whole()
+        self._check_whole()
+        self._torn = True
         self._typical.merge(other._typical)
         if other._extreme is not None:
             self._extreme_statistic().merge(other._extreme)
@@ -260,16 +153,19 @@ class TokenViews(Generic[S]):
         self._largest_typical = max(self._largest_typical, other._largest_typical)
         self._smallest_extreme = min(self._smallest_extreme, other._smallest_extreme)
         self._held = self._held.join(other._held)
+        self._hold_at = 0
         self._fold()
+        self._torn = False
         return self
 
-    @_plain
+    @undifferentiated
     def result(self) -> tuple[S, S, ExtremeRows]:
         """Statistics of all rows and of the typical rows, and what lies between them.
 
         The statistics are copies: updates may go on afterwards. Both are one object where the views
         are the same, because no row is extreme or because more than 5 % are (heavy-tailed).
         """
+        self._check_whole()
         cut = self._histogram.threshold(EXTREME_UNITS)
         end = copy.copy(self)  # not deep: the factories may hold on to a model
         mutable = (self._typical, self._extreme, self._positions)
@@ -292,41 +188,159 @@ class TokenViews(Generic[S]):
         )
         return everything, everything if heavy_tailed else typical, extreme
 
-    def _checked(self, x: Any, mask: Any, positions: Any) -> _Rows:
-        """The selected rows of one batch, which may still share the memory of `x`.
+    @undifferentiated
+    def to_state(self) -> Saved:
+        """Tensors and facts from which `from_state` makes views that go on bit for bit as these.
+
+        Rows that wait or are held aside are part of it: none is assigned earlier than it would have been.
+
+        Returns:
+            Tensors, which may share the memory of the views, and facts in JSON types.
 
         Raises:
-            ValueError: NaN or inf in a selected row.
+            RuntimeError: an interrupt left rows counted in part.
         """
-        rows, shape = as_rows(x, self.n_features)
-        keep = as_mask(mask, shape, rows.device)
-        places = _places(positions, keep, shape, rows.device)
-        if keep is not None:
-            rows, places = rows[keep], places[keep]
-        rows = rows if rows.is_floating_point() else rows.double()
-        norms = torch.cat([
-            torch.linalg.vector_norm(part.double(), dim=1) for part in rows.split(CHUNK_ROWS)
-        ]).cpu()
-        bad = int((~norms.isfinite()).sum())  # also a row whose square overflows: no scatter could hold it
-        if bad:
-            raise ValueError(
-                f"`x` has {bad} of {len(rows)} samples with NaN or inf. "
-                "Drop them, or capture in bfloat16: float16 overflows at 65504."
+        self._check_whole()
+        facts: dict[str, Any] = {"kind": "views", "max_held": self._max_held}
+        facts |= {"hold_above": self._hold_above, "hold_at": self._hold_at}
+        facts |= {"largest_typical": self._largest_typical, "smallest_extreme": self._smallest_extreme}
+        facts["empty"] = self._make_extreme().to_state()[1]  # instead of a factory, which no file holds
+        parts = {"typical": self._typical, "histogram": self._histogram}
+        if self._extreme is not None:
+            parts["extreme"] = self._extreme
+        tensors: dict[str, Tensor] = {}
+        for name, part in parts.items():
+            mine, facts[name] = part.to_state()
+            tensors |= prefixed(name, mine)
+        if len(self._held):
+            tensors |= prefixed("held", vars(self._held))
+        if self._positions:
+            tensors["positions"] = torch.tensor(sorted(self._positions.items()))
+        return tensors, facts
+
+    @classmethod
+    @undifferentiated
+    def from_state(
+        cls,
+        tensors: Mapping[str, Tensor],
+        facts: Any,
+        statistic: Callable[[Mapping[str, Tensor], Any], S],
+    ) -> Self:
+        """The views that `to_state` told of; further rows need no factory.
+
+        Args:
+            tensors: by name, on the device where the statistics shall lie.
+            facts: as JSON gave them.
+            statistic: the `from_state` of the statistic behind the views.
+
+        Raises:
+            ValueError: no views can be like that.
+        """
+        state = State(tensors, facts)
+        state.choice("kind", ["views"])
+        empty = state.fact("empty", "an object", lambda value: isinstance(value, dict))
+        views = cls(partial(statistic, {}, empty), max_held=state.count("max_held", 2))
+        views._typical = statistic(*state.part("typical"))
+        if state.has("extreme"):
+            views._extreme = statistic(*state.part("extreme"))
+        views._histogram = NormHistogram.from_state(*state.part("histogram"))
+        views._hold_above, views._hold_at = state.number("hold_above"), state.count("hold_at")
+        views._largest_typical = state.number("largest_typical")
+        views._smallest_extreme = state.number("smallest_extreme")
+        if state.has("held.norms"):
+            views._held = HeldRows.from_state(state, views.n_features, views._max_held)
+        if state.has("positions"):
+            views._positions = Counter(dict(state.tensor("positions", [None, 2], [torch.int64], 0).tolist()))
+        state.done()
+        views._check_counts()
+        return views
+
+    def _check_counts(self) -> None:
+        """Refuse parts that do not belong together.
+
+        Raises:
+            ValueError: they differ in features, or do not add up.
+        """
+        parts = [self._typical] if self._extreme is None else [self._typical, self._extreme]
+        if {part.n_features for part in parts} != {self.n_features}:
+            raise ValueError(f"both views must have {self.n_features} features.")
+        counted = sum(part.n_samples for part in parts) + len(self._held)
+        extreme = 0 if self._extreme is None else self._extreme.n_samples
+        if counted != self.n_samples or self._positions.total() > extreme:
+            raise ValueError(f"`counts` must be of the {counted} rows of the views, got {self.n_samples}.")
+
+    def _check_whole(self) -> None:
+        """Refuse views that an interrupt tore.
+
+        Raises:
+            RuntimeError: rows were counted in part.
+        """
+        if self._torn:
+            raise RuntimeError(
+                "these views were interrupted while they counted rows, and hold some of them in part; "
+                "start new ones."
             )
-        return _Rows(rows, norms, places)
+
+    def _count(self, rows: Tensor, places: Tensor) -> None:
+        """Count rows (n, D), which may share the memory of the caller, in parts that fit in memory."""
+        rows = rows.detach() if rows.is_floating_point() else rows.double()
+        step = chunk_rows(self.n_features, rows.device)
+        if len(rows) > step:  # all of them, before the first is counted
+            _check_finite(rows, step)
+        by_parts(len(rows), step, lambda part: self._count_part(rows[part], places[part]))
+
+    def _count_part(self, rows: Tensor, places: Tensor) -> None:
+        self._check_whole()
+        wide = rows.to(torch.float64, copy=True)
+        norms = torch.linalg.vector_norm(wide, dim=1).cpu()
+        _check_norms(norms)
+        above, at = self._running_threshold(norms)
+        far = norms > above if at else torch.ones_like(norms, dtype=torch.bool)
+        held = self._held
+        if far.any():
+            held = held.join(HeldRows(rows, norms, places).select(far))
+        before, self._torn = self._typical.n_samples, True
+        try:
+            self._add_near(rows, wide, norms, far)
+        except BaseException:  # a Ctrl-C too; should the statistic refuse, nothing has changed
+            self._torn = self._typical.n_samples != before
+            raise
+        self._histogram.update(norms)
+        self._held, self._hold_above, self._hold_at = held, above, at
+        self._fold()
+        self._torn = False
+
+    def _running_threshold(self, norms: Tensor) -> tuple[float, int]:
+        """What rows are held above, and of how many rows it is; 0 where there are too few yet."""
+        n = self.n_samples + len(norms)
+        if n < max(WARM_UP, STALE * self._hold_at):
+            return self._hold_above, self._hold_at
+        return copy.deepcopy(self._histogram).update(norms).threshold(HOLD_UNITS), n
+
+    def _add_near(self, rows: Tensor, wide: Tensor, norms: Tensor, far: Tensor) -> None:
+        """Count the rows that are not `far` (n,) as typical; `wide` is a float64 copy, and is used up."""
+        some_far = bool(far.any())
+        if some_far and bool(far.all()):
+            return
+        if absorb := getattr(self._typical, "absorb", None):
+            absorb(_without(wide, far) if some_far else wide, rows.dtype)
+        else:
+            self._typical.update(rows, mask=(~far).to(rows.device) if some_far else None)
+        nearest = norms[~far] if some_far else norms
+        self._largest_typical = max(self._largest_typical, nearest.max().item())
 
     def _extreme_statistic(self) -> S:
         if self._extreme is None:
             self._extreme = self._make_extreme()
         return self._extreme
 
-    def _add_typical(self, rows: _Rows, near: Tensor) -> None:
+    def _add_typical(self, rows: HeldRows, near: Tensor) -> None:
         """Count the rows where `near` (H,) holds as typical."""
         if near.any():
             self._typical.update(rows.values, mask=None if near.all() else near.to(rows.values.device))
             self._largest_typical = max(self._largest_typical, rows.norms[near].max().item())
 
-    def _assign(self, rows: _Rows, cut: float) -> None:
+    def _assign(self, rows: HeldRows, cut: float) -> None:
         """Count each row on its side of `cut`."""
         far = rows.norms > cut
         self._add_typical(rows, ~far)
@@ -348,25 +362,41 @@ class TokenViews(Generic[S]):
         self._held = self._held.select(~clear)
 
 
-def _places(positions: Any, keep: Tensor | None, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """(N,) place of each row in its sequence, -1 where unknown.
+def _without(rows: Tensor, far: Tensor) -> Tensor:
+    """The rows that are not `far` (n,) in another order: the last ones move, in place, to where those were.
+
+    Few are far, and few are copied then.
+    """
+    near = len(far) - int(far.sum())
+    holes, last = far[:near].nonzero()[:, 0], near + (~far[near:]).nonzero()[:, 0]
+    if len(holes):
+        rows[holes.to(rows.device)] = rows[last.to(rows.device)]
+    return rows[:near]
+
+
+def _check_finite(rows: Tensor, step: int) -> None:
+    """Refuse rows (n, D) as `_check_norms` would; a sum that is finite shows that all are, in no time."""
+    if rows.dtype != torch.float64 and bool(rows.sum(dtype=torch.float32).isfinite()):
+        return
+    _check_norms(torch.cat([torch.linalg.vector_norm(p.double(), dim=1).cpu() for p in rows.split(step)]))
+
+
+def _check_norms(norms: Tensor) -> None:
+    """Refuse a batch for the norms (n,) of its rows.
 
     Raises:
-        ValueError: `positions` are not integers in the leading shape of `x`.
+        ValueError: NaN or inf, or so large that squares of the variances leave float64.
     """
-    if positions is not None:
-        positions = as_tensor(positions, "positions").to(device)
-        if tuple(positions.shape) != shape or positions.is_floating_point() or positions.dtype == torch.bool:
-            raise ValueError(
-                f"`positions` must be integers in the leading shape of `x`, {shape}, "
-                f"got {positions.dtype} in {tuple(positions.shape)}."
-            )
-        return positions.reshape(-1).long()
-    if len(shape) < 2:
-        return torch.full((math.prod(shape),), -1, device=device)
-    counted = torch.ones(shape, dtype=torch.bool, device=device) if keep is None else keep.reshape(shape)
-    place = counted.flatten(2).any(2).cumsum(1) - 1 if counted.ndim > 2 else counted.cumsum(1) - 1
-    return place.reshape(place.shape + (1,) * (counted.ndim - 2)).expand(shape).reshape(-1)
+    if norms.max().item() <= LARGEST:  # not so with NaN
+        return
+    if bad := int((~norms.isfinite()).sum()):
+        raise ValueError(
+            f"`x` has {bad} of {len(norms)} samples with NaN or inf. "
+            "Drop them, or capture in bfloat16: float16 overflows at 65504."
+        )
+    raise ValueError(
+        f"`x` has samples of norm beyond {LARGEST:g}, whose squares leave float64; divide it by its largest."
+    )
 
 
 def _trace_share(part: _Statistic, whole: _Statistic) -> float:

@@ -78,3 +78,33 @@ def smollm2():
     from pca_torch.models import load_model
 
     return load_model("smollm2")
+
+
+@pytest.fixture(scope="session")
+def local_model(tmp_path_factory):
+    """A tiny random Llama in a folder, with a tokenizer of whole words, and a text of those words."""
+    import json
+
+    import numpy as np
+    import tokenizers
+    import transformers
+
+    folder = tmp_path_factory.mktemp("model")
+    words = [f"w{i}" for i in range(40)]
+    vocabulary = {word: i for i, word in enumerate(["<unk>", "</s>", *words])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>"
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=42, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    rng = np.random.default_rng(0)
+    (folder / "text.txt").write_text(" ".join(rng.choice(words, 3000)))
+    (folder / "docs.jsonl").write_text(
+        "".join(json.dumps({"text": " ".join(rng.choice(words, 50))}) + "\n" for _ in range(20))
+    )
+    return folder

@@ -10,45 +10,112 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = "pca_torch"
 
-SMALL = ["problem", "jacobi", "span", "covariances"]  # parts of the algebra
 FLOORS = {
-    20: ["__main__"],
-    19: ["__init__", "cli"],  # doors
-    18: ["commands", "commands.analysis", "commands.kappa"],
-    17: ["commands.common"],
-    16: ["pipeline", "kappa"],  # jobs
-    15: ["report", "kappa.text", "kappa.picture"],  # products
-    14: ["estimator", "export", "plots", "table", "kappa.routes"],
-    13: ["subspace", "kappa.squared", "kappa.shifts"],  # compare
-    12: ["solvers"],  # choice
-    11: ["solvers.choice"],
-    10: ["solvers.krylov"],  # methods
-    9: ["solvers.full", "solvers.covariance", "solvers.tsqr", "solvers.randomized", "solvers.batched"],
-    8: ["lanczos", "chebyshev", "narrow", "formed"],  # iterations
-    7: ["operators", "prover"],
+    27: ["__main__"],
+    26: ["cli"],
+    25: ["__init__", "commands.analysis"],
+    24: ["pipeline"],
+    23: ["pipeline.running"],
+    22: ["commands.sites", "pipeline.analysis", "pipeline.reading"],
+    # here a model meets its text
+    21: [
+        "commands.compare",
+        "commands.export",
+        "commands.kappa",
+        "commands.merge",
+        "models",
+        "pipeline.counting",
+        "pipeline.files",
+    ],
+    20: ["commands.common", "comparison", "estimator", "kappa", "kv", "pipeline.outputs", "pipeline.reports"],
+    19: ["kappa.picture", "kappa.text", "report", "solvers"],
+    # solvers know no model
+    18: ["head_report", "kappa.routes", "solvers.choice"],
+    17: ["heads", "kappa.squared", "pipeline.keeping", "solvers.krylov"],
+    16: [
+        "checkpoint",
+        "formed",
+        "kappa.shifts",
+        "lora",
+        "pipeline.measuring",
+        "pipeline.planning",
+        "solvers.covariance",
+        "solvers.randomized",
+        "statistic_merge",
+    ],
+    15: ["conversion", "narrow", "operators", "site_statistic", "solvers.full", "statistic_file", "subspace"],
+    14: ["head_moments", "operators.dense", "subspace.energy"],
+    13: ["moments", "solvers.tsqr"],
+    # statistics know no solver
+    12: ["head_scatter", "memory_plan", "rfactor", "row_stream", "tokens"],
+    11: ["intake", "scatter"],
+    # hooks know no statistic
+    10: ["hooks"],
+    9: ["hooks.context"],
+    8: ["chebyshev", "hooks.run", "lanczos"],
+    7: ["hooks.sharing", "prover"],
     6: [
+        "complement",
+        "hooks.targets",
+        "operators.disk",
         "operators.rows",
         "operators.sparse",
-        "operators.disk",
-        "complement",
-    ],  # what is multiplied, and proofs
-    5: ["operators.dense", "operators.columns", "ritz"],
-    4: ["hooks", "moments", "rfactor", "bounds"],  # facts, and what they are worth
-    3: [
-        *["scatter", "intake", "spectrum", "tokens", "sources", "models", "texts", "layout", "sites"],
-        *SMALL,
+        "selection",
+        "sites.describe",
     ],
+    5: ["operators.columns", "ritz", "sites"],
+    4: ["bounds", "export", "sites.shortcuts", "solvers.batched", "sources"],
+    3: ["jacobi", "layout", "sites.attention", "sources.pt", "spectrum", "subspace.spans", "table"],
     2: [
+        "activation_writer",
+        "centred_sums",
+        "covariances",
+        "head_table",
+        "held_rows",
+        "hooks.sinks",
+        "norm_histogram",
+        "plots",
+        "problem",
+        "result",
+        "sites.blocks",
+        "sites.reading",
+        "sources.npy",
+        "sources.safetensors",
+        "span",
+        "svd",
+    ],
+    1: [
+        "_safetensors",
+        "_state",
+        "eigen",
+        "forward_tokens",
+        "head_rows",
+        "hooks.cache_tap",
+        "hooks.masks",
+        "linalg",
+        "precision",
+        "report_schema",
+        "sites.tree",
+        "sources.blocks",
+        "subspace.chance",
+        "texts",
+    ],
+    # these know nothing else of the package
+    0: [
+        "_arguments",
+        "_checks",
+        "_dtypes",
+        "_files",
+        "_labels",
+        "basis",
+        "commands",
+        "hooks.compiled",
+        "hooks.tensors",
+        "kappa.truth",
         "sites.names",
         "sites.site",
-        "result",
-        "linalg",
-        "eigen",
-        "svd",
-        "basis",
-    ],  # values, and small algebra
-    1: ["precision", "kappa.truth"],
-    0: ["_checks", "_files", "_labels", "threads"],  # ground
+        "threads",
+    ],
 }
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules}
 

@@ -48,33 +48,6 @@ def samples(tmp_path_factory):
     return folder, x
 
 
-@pytest.fixture(scope="module")
-def local_model(tmp_path_factory):
-    """A tiny random Llama in a folder, with a tokenizer of whole words, and a text of those words."""
-    import tokenizers
-    import transformers
-
-    folder = tmp_path_factory.mktemp("model")
-    words = [f"w{i}" for i in range(40)]
-    vocabulary = {word: i for i, word in enumerate(["<unk>", "</s>", *words])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>"
-    ).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=42, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    rng = np.random.default_rng(0)
-    (folder / "text.txt").write_text(" ".join(rng.choice(words, 3000)))
-    (folder / "docs.jsonl").write_text(
-        "".join(json.dumps({"text": " ".join(rng.choice(words, 50))}) + "\n" for _ in range(20))
-    )
-    return folder
-
-
 def test_fit_reports_and_writes(samples, tmp_path):
     folder, x = samples
     done = run("fit", folder / "shard_10.npy", folder / "shard_2.npy", "--out", tmp_path / "out")
@@ -94,8 +67,8 @@ def test_fit_reports_and_writes(samples, tmp_path):
 def test_fit_prints_json_alone(samples, tmp_path):
     done = run("fit", samples[0] / "shard_2.npy", "--json", "--n-components", "3", "--out", tmp_path)
     report = json.loads(done.stdout)
-    assert list(report["sites"]) == ["shard_2"]
-    assert pt.load(tmp_path / "basis.safetensors")["shard_2"].n_components == 3
+    assert list(report["sites"]) == ["data"]
+    assert pt.load(tmp_path / "basis.safetensors")["data"].n_components == 3
     assert json.loads(run("report", tmp_path, "--json").stdout) == report
 
 
@@ -154,7 +127,7 @@ def test_run_on_a_local_model(local_model, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert list(report["sites"]) == [*(f"model.layers.{i}" for i in range(3)), "model.norm"]
+    assert list(report["sites"]) == [*(f"model.layers.{i}:output" for i in range(3)), "model.norm:output"]
     assert report["tokens"]["seen"] == 640
     assert done.stderr == ""  # no bar and no advice in a pipe
     assert report == json.loads((tmp_path / "o" / "report.json").read_text())
@@ -181,7 +154,7 @@ def test_run_takes_token_ids_with_padding(local_model, tmp_path):
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["tokens"]["seen"], report["tokens"]["padding"]) == (200, 40)
-    assert report["sites"]["model.layers.0"]["all_tokens"]["n_samples"] == 180
+    assert report["sites"]["model.layers.0:output"]["all_tokens"]["n_samples"] == 180
 
 
 def errors(local_model, tmp_path):

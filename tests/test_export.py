@@ -189,7 +189,7 @@ def test_metadata_that_json_cannot_hold_are_refused_by_name(tmp_path, value, err
 
 
 def test_metadata_too_long_for_a_header_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("pca_torch.export.MOST_TEXT", 3000)
+    monkeypatch.setattr("pca_torch._safetensors.MOST_TEXT", 3000)
     save(tmp_path / "b", {"s": result()}, {"x": "short"})
     with pytest.raises(ValueError, match="`metadata` must stay below 3000 characters of JSON, got"):
         save(tmp_path / "b", {"s": result()}, {"x": 3000 * "x"})

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from pca_torch._safetensors import format_of, is_safetensors
 from pca_torch.export import load, load_metadata, save
 from tests.test_layout import result, uneven
 
@@ -53,6 +54,25 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path, data):
     refused(tmp_path / "b", data, "is not a whole safetensors file: .* bytes do not hold the header")
     with pytest.raises(ValueError, match="is not a whole safetensors file"):
         load_metadata(tmp_path / "b")
+
+
+def test_a_file_is_known_by_its_beginning(good, tmp_path):
+    path, header, blob = good
+    assert (is_safetensors(path), format_of(path)) == (True, "pca_torch")
+    cases = {  # neither, both, or a header that says nothing of a format
+        b"": (False, None),
+        b"PK\x03\x04" + bytes(60): (False, None),
+        b'{"version": 2}': (False, None),
+        b"\x10" + bytes(7) + b"[" * 16: (False, None),
+        path.read_bytes()[:40]: (True, None),
+        join(header | {"__metadata__": 3}, blob): (True, None),
+        join(header | {"__metadata__": {"format": "pt"}}, blob): (True, "pt"),
+    }
+    for data, want in cases.items():
+        (tmp_path / "x").write_bytes(data)
+        assert (is_safetensors(tmp_path / "x"), format_of(tmp_path / "x")) == want, data
+    assert not is_safetensors(tmp_path)
+    assert not is_safetensors(tmp_path / "nowhere")
 
 
 def test_a_missing_file_and_a_folder_are_the_errors_of_open(tmp_path):

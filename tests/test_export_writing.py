@@ -1,5 +1,6 @@
 """A file is whole at every moment: failures at any step, and a writer that is killed."""
 
+import errno
 import os
 import random
 import resource
@@ -12,7 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from pca_torch.conversion import convert
 from pca_torch.export import load, save
+from pca_torch.moments import Moments
+from pca_torch.statistic_file import save_statistics
 from tests.test_layout import assert_same, result
 
 ROOT = Path(__file__).parents[1]
@@ -35,20 +39,32 @@ def test_a_missing_folder_is_named(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path):
-    save(tmp_path / "b", {"s": result()}, {"old": True})
+WRITERS = {
+    "basis": lambda source, out: save(out, {"s": result(d=60)}),
+    "statistics": lambda source, out: save_statistics(out, {"s": Moments(60).update(torch.eye(60))}),
+    "columns": lambda source, out: convert(source, out, layout="columns"),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_full_disk_is_named_and_leaves_the_old_file_and_no_other(tmp_path, writer):
+    source, out = tmp_path / "basis.safetensors", tmp_path / "out" / "b"
+    save(source, {"s": result(d=60)})
+    out.parent.mkdir()
+    save(out, {"s": result()}, {"old": True})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        with pytest.raises(OSError, match="could not be written"):
-            save(tmp_path / "b", {"s": result(d=60)})
+        with pytest.raises(OSError, match=f"{out} could not be written: File too large") as caught:
+            WRITERS[writer](source, out)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert list(tmp_path.iterdir()) == [tmp_path / "b"]
-    assert load(tmp_path / "b").metadata == {"old": True}
+    assert caught.value.errno == errno.EFBIG
+    assert list(out.parent.iterdir()) == [out]
+    assert load(out).metadata == {"old": True}
 
 
-@pytest.mark.parametrize("step", ["safetensors.torch.save_file", "os.fsync", "pathlib.Path.replace"])
+@pytest.mark.parametrize("step", ["pca_torch._safetensors.as_bytes", "os.fsync", "pathlib.Path.replace"])
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_a_failure_at_any_step_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, step, error):
     save(tmp_path / "b", {"s": result()}, {"old": True})

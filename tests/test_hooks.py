@@ -108,6 +108,10 @@ def with_float32_weights(case, x, weight):
     return {**case, "tol": (0, 1.001 * bound)}
 
 
+def counted(x, mask):
+    return x.shape[:-1].numel() if mask is None else int(mask.sum())
+
+
 def gather(rows):
     return {"rows": torch.cat(rows).detach().numpy(), "n_rows": sum(map(len, rows))}
 
@@ -260,7 +264,9 @@ def test_a_pattern_as_key_must_match_one_site():
     with capture(net, {"layers.*.0": rows.append}):
         net(torch.randn(4, 3))
     assert len(rows) == 1
-    with pytest.raises(ValueError, match=r"'layers\.\*' for 'layers\.0', 'layers\.1'.*match_sites"):
+    with pytest.raises(
+        ValueError, match=r"'layers\.\*' for 'layers\.0:output', 'layers\.1:output'.*find_sites"
+    ):
         capture(net, {"layers.*": rows.append}).__enter__()
 
 
@@ -307,8 +313,8 @@ def test_generate_counts_prefill_and_steps(llama, ids):
     statistic = Recorder()
     with capture(llama, {"model.layers.1": statistic}):
         llama.generate(ids, attention_mask=LEFT, max_new_tokens=4, do_sample=False)
-    assert [tuple(mask.shape) for _, mask in statistic.seen] == [(3, 5), (3, 1), (3, 1), (3, 1)]
-    assert [int(mask.sum()) for _, mask in statistic.seen] == [LEFT.sum(), 3, 3, 3]
+    assert [tuple(x.shape) for x, _ in statistic.seen] == [(3, 5, 32), (3, 1, 32), (3, 1, 32), (3, 1, 32)]
+    assert [counted(*one) for one in statistic.seen] == [LEFT.sum(), 3, 3, 3]
 
 
 def test_generate_past_the_root_has_the_mask_too(llama, ids):
@@ -317,7 +323,7 @@ def test_generate_past_the_root_has_the_mask_too(llama, ids):
     with capture(model, {"model.layers.1": statistic}):
         llama.generate(ids, attention_mask=LEFT, max_new_tokens=2, do_sample=False)
         llama.model(ids, attention_mask=LEFT)
-    assert [int(mask.sum()) for _, mask in statistic.seen] == [LEFT.sum(), 3, LEFT.sum()]
+    assert [counted(*one) for one in statistic.seen] == [LEFT.sum(), 3, LEFT.sum()]
 
 
 def test_embeddings_in_a_decoding_step(llama, ids):
@@ -349,7 +355,7 @@ def test_a_flat_output_takes_the_flat_mask_and_heads_the_mask_of_their_token():
         rows, statistic = [], Recorder()
         net = Returns(make)
         for sink in (rows.append, statistic):
-            with capture(net, {"site": sink}):
+            with capture(net, {"site:rows": sink}):
                 net(x, attention_mask=RIGHT)
         seen, mask = statistic.seen[0]
         assert torch.equal(rows[0], want)
@@ -405,9 +411,9 @@ def test_the_mask_is_forgotten_after_the_forward():
         (torch.full((3, 5), torch.nan), "`attention_mask` must hold 0 and 1 only"),
         (
             torch.ones(2, 5),
-            r"sites 'layers\.0': the output of shape \(3, 5, 3\) does not fit the mask \(2, 5\)",
+            r"sites 'layers\.0': the activations of shape \(3, 5, 3\) do not fit the mask \(2, 5\)",
         ),
-        (torch.ones(3, 4), r"sites 'layers\.0': .*does not fit the mask \(3, 4\)"),
+        (torch.ones(3, 4), r"sites 'layers\.0': .*do not fit the mask \(3, 4\)"),
     ],
 )
 def test_masks_that_select_nothing_certain_are_refused(mask, message):
@@ -419,7 +425,7 @@ def test_masks_that_select_nothing_certain_are_refused(mask, message):
 
 def test_a_pooled_output_is_no_decoding_step():
     net = Returns(lambda x: x[:, ::2])
-    message = r"sites 'site': the output of shape \(3, 3, 2\) does not fit the mask \(3, 5\)"
+    message = r"sites 'site': the activations of shape \(3, 3, 2\) do not fit the mask \(3, 5\)"
     with pytest.raises(ValueError, match=message), capture(net, {"site": Recorder()}):
         net(torch.randn(3, 5, 2), attention_mask=RIGHT)
 

@@ -1,10 +1,14 @@
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
+from pca_torch.export import load, save
+from pca_torch.head_moments import HeadMoments
+from pca_torch.heads import decompose_heads
 from pca_torch.layout import check_site, pack_site, unpack_site
 from pca_torch.result import Certificate, PCAResult
 from tests.support import samples, truth
@@ -250,3 +254,22 @@ def test_rounding_may_swap_neighbours_and_overshoot_the_total():
     noise = max(r.certificate.variance_error) * len(r.spectrum)  # what clamping noise at zero may add
     with pytest.raises(ValueError, match="more than `total_variance`"):
         check_site(*pack_site([replace(r, total_variance=(total - noise) * 0.99)]))
+
+
+@pytest.mark.parametrize("center", [True, False])
+@pytest.mark.parametrize("n_components", [0.9, 2, None, 0])
+def test_heads_of_one_layer_are_one_site(tmp_path, center, n_components):
+    """G = heads: ranks that differ, a head that is constant, and either centring come back as they were."""
+    x = torch.stack([samples(300, 6, decay=0.3 + 0.3 * i, offset=0.1, seed=i) for i in range(4)], 1)
+    x[:, 3] = 2.0
+    heads = HeadMoments(4, 6).update(x.float())
+    with pytest.warns(UserWarning, match="total variance is zero") if center else nullcontext():
+        results = decompose_heads(heads, n_components, center=center)
+    if isinstance(n_components, float):
+        assert len({one.n_components for one in results}) > 2
+    save(tmp_path / "heads.safetensors", {"model.layers.0.self_attn:k": results})
+    found = load(tmp_path / "heads.safetensors")["model.layers.0.self_attn:k"]
+    assert isinstance(found, tuple)
+    assert [one.centred for one in found] == [center] * 4
+    for got, want in zip(found, results, strict=True):
+        assert_same(got, want)

@@ -4,11 +4,15 @@ import copy
 import math
 import pickle
 import sys
+from functools import partial
 
 import pytest
 import torch
 
 import pca_torch as pt
+from pca_torch import centred_sums, rfactor, scatter
+from pca_torch.head_moments import HeadMoments
+from pca_torch.intake import CHUNK_ROWS, SMALLEST_PART
 from pca_torch.moments import Moments
 from pca_torch.precision import exact_products
 from tests.support import samples
@@ -315,6 +319,9 @@ def test_a_device_is_kept_for_the_first_rows():
     assert Moments(2, device="cpu").n_samples == 0
 
 
+STATISTICS = ("moments.py", "row_stream.py", "rfactor.py", "scatter.py", "centred_sums.py", "intake.py")
+
+
 class Interrupted:
     """Ctrl-C at the n-th line that runs in the statistics."""
 
@@ -322,7 +329,7 @@ class Interrupted:
         self.left = at
 
     def __call__(self, frame, event, _):
-        if not frame.f_code.co_filename.endswith(("moments.py", "rfactor.py", "scatter.py")):
+        if not frame.f_code.co_filename.endswith(STATISTICS):
             return None
         if event == "line":
             self.left -= 1
@@ -331,30 +338,190 @@ class Interrupted:
         return self
 
 
-@pytest.mark.parametrize("kind", [pt.Moments, pt.RFactor])
-def test_an_interrupt_never_counts_rows_twice_or_in_part(kind):
-    x = samples(900, 4)
-    outcomes = set()
-    for at in range(1, 2000):
-        statistic, before = kind(4).update(x[:300]), sys.gettrace()
+def outcomes_of_interrupts(start, run):
+    """What Ctrl-C at each line of `run` leaves of a statistic: "refused", or the rows that count."""
+    x, outcomes = samples(900, 4), set()
+    for at in range(1, 3000):
+        statistic, before = start(x), sys.gettrace()
         sys.settrace(trace := Interrupted(at))
         try:
-            statistic.update(x[300:600])
+            run(statistic, x)
         except KeyboardInterrupt:
             pass
         finally:
             sys.settrace(before)
         if trace.left > 0:
-            break
+            return outcomes  # this run was not interrupted: every line had its turn
         n = statistic.n_samples
         if getattr(statistic, "_torn", False):
             with pytest.raises(RuntimeError, match="interrupted while it counted rows"):
                 statistic.covariance()
             outcomes.add("refused")
             continue
-        covariance = statistic.covariance()
         outcomes.add(n)
-        assert n in {300, 600}
-        torch.testing.assert_close(covariance, torch.cov(x[:n].mT), rtol=1e-9, atol=1e-12)
-    assert {300, 600} <= outcomes
-    assert trace.left > 0  # the last run was not interrupted: every line had its turn
+        want = torch.cov(x[:n].mT)
+        torch.testing.assert_close(statistic.covariance().view(4, 4), want, rtol=1e-9, atol=1e-12)
+    pytest.fail("there are more lines than were interrupted")
+
+
+KINDS = [pt.Moments, pt.RFactor, partial(HeadMoments, 1)]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["moments", "rfactor", "heads"])
+def test_an_interrupt_never_counts_rows_twice_or_in_part(kind):
+    outcomes = outcomes_of_interrupts(
+        lambda x: kind(4).update(x[:300]), lambda statistic, x: statistic.update(x[300:600])
+    )
+    assert {300, 600} <= outcomes <= {300, 600, "refused"}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["moments", "rfactor", "heads"])
+@pytest.mark.parametrize("waiting", [0, 40])
+def test_an_interrupt_never_merges_in_part(kind, waiting):
+    """Whatever waits, in the one or the other, goes on waiting or is counted."""
+
+    def merge(statistic, x):
+        other = kind(4).update(x[300:600])
+        other.update(x[600 : 600 + waiting])
+        statistic.merge(other)
+
+    outcomes = outcomes_of_interrupts(lambda x: kind(4).update(x[:300]), merge)
+    assert {300, 600 + waiting} <= outcomes <= {300, 600 + waiting, "refused"}
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[2]], ids=["moments", "heads"])
+@pytest.mark.parametrize("torn", ["one", "other"])
+def test_torn_sums_are_not_merged(kind, torn, monkeypatch):
+    """Nothing waits, so that nothing but the merge itself can refuse them."""
+    pair = {name: kind(4).update(samples(600, 4)) for name in ("one", "other")}
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(centred_sums.CentredSums, "_shift", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pair[torn].update(samples(600, 4))
+    with pytest.raises(RuntimeError, match=r"interrupted while it counted rows.*start a new one"):
+        pair["one"].merge(pair["other"])
+
+
+def test_memory_that_runs_out_between_near_and_far_rows_counts_nothing_twice(monkeypatch):
+    """The near rows are in: to halve the chunk and try again would count them twice."""
+    x = samples(1000, 4, dtype=torch.float32)
+    x[5] *= 100
+    moments = Moments(4, precision="float32").update(x[:600])
+    full, add = [], scatter.add_gram
+
+    def once(target, rows, dtype):
+        if len(rows) == 1 and not full:
+            full.append(len(rows))
+            raise torch.OutOfMemoryError("full")
+        add(target, rows, dtype)
+
+    monkeypatch.setattr(scatter, "add_gram", once)
+    with pytest.raises(RuntimeError, match="hold a chunk of rows in part; start new ones"):
+        moments.update(x)
+    assert full == [1]
+    with pytest.raises(RuntimeError, match="interrupted while it counted rows"):
+        moments.covariance()
+
+
+def test_a_group_is_saved_like_any_other():
+    x = samples(30, 3)
+    moments = Moments(3, groups=2).update(x[:10]).update(x[10:], group=1)
+    for index, rows in enumerate((x[:10], x[10:])):
+        again = Moments.from_state(*moments.group(index).to_state())
+        within(again, rows)
+
+
+class Full:
+    """A function that finds no memory for more than `most` rows; the sizes that it was asked for."""
+
+    def __init__(self, function, most, where):
+        self.function, self.most, self.where = function, most, where
+        self.taken, self.refused = [], []
+
+    def __call__(self, *args):
+        n = len(args[self.where])
+        if n > self.most:
+            self.refused.append(n)
+            raise torch.OutOfMemoryError("full")
+        self.taken.append(n)
+        return self.function(*args)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_parts_are_halved_where_memory_runs_out(precision, weighted, monkeypatch):
+    x = samples(CHUNK_ROWS + 900, 6, offset=1e3)
+    w = torch.arange(1.0, len(x) + 1) if weighted else None
+    want = Moments(6, precision=precision).update(x, weights=w)
+    full = Full(scatter.add_gram, 700, 1)
+    monkeypatch.setattr(scatter, "add_gram", full)
+    moments = Moments(6, precision=precision).update(x[:40]).update(x, weights=w)
+    moments.merge(Moments(6, precision=precision).update(x[40:]))  # what waits, too
+    assert moments.n_samples == 2 * len(x)
+    assert full.refused[:3] == [CHUNK_ROWS, CHUNK_ROWS // 2, CHUNK_ROWS // 4]
+    assert sum(full.taken) == 2 * len(x)  # each row once
+    monkeypatch.undo()
+    want.merge(Moments(6, precision=precision).update(x))
+    error = (moments.scatter_error() + want.scatter_error()) / want.divisor(0)
+    assert spectral(moments.covariance(0) - want.covariance(0)) <= error
+    short = Moments(6, precision=precision).update(x)
+    short.update(x[:-1], weights=None if w is None else w[:-1])
+    assert spectral(short.covariance(0) - want.covariance(0)) > error  # control: a row short
+
+
+def test_halving_ends_and_counts_nothing(monkeypatch):
+    x = samples(2000, 6)
+    moments = Moments(6).update(x[:900])
+    before = snapshot(moments)
+    full = Full(scatter.add_gram, 0, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(scatter, "add_gram", full)
+        with pytest.raises(torch.OutOfMemoryError, match="full"):
+            moments.update(x[900:])
+    assert SMALLEST_PART // 2 <= full.refused[-1] <= SMALLEST_PART
+    assert snapshot(moments) == before
+    within(moments.update(x[900:]), x)
+
+
+def test_halving_that_ends_amid_a_batch_is_told(monkeypatch):
+    x, calls, add = samples(2000, 6), [], scatter.add_gram
+
+    def full(target, rows, dtype):
+        calls.append(len(rows))
+        if len(rows) > 1000 or len(calls) > 2:
+            raise torch.OutOfMemoryError("full")
+        add(target, rows, dtype)
+
+    monkeypatch.setattr(scatter, "add_gram", full)
+    moments = Moments(6)
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        moments.update(x)
+    assert moments.n_samples == 1000
+    with pytest.raises(RuntimeError, match="interrupted while it counted rows"):
+        moments.covariance()
+
+
+def test_an_rfactor_halves_its_parts_too(monkeypatch):
+    x = samples(3000, 6, offset=5.0)
+    full = Full(rfactor._centred, 800, 0)
+    monkeypatch.setattr(rfactor, "_centred", full)
+    factor = pt.RFactor(6).update(x)
+    assert full.refused[:2] == [3000, 1500]
+    assert sum(full.taken) == factor.n_samples == 3000
+    torch.testing.assert_close(factor.covariance(), covariance(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [7, 511, 512, 5000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_rows_given_up_are_counted_as_an_update_counts_them(n, dtype):
+    x = samples(n, 5, offset=3.0).to(dtype)
+    given, updated = Moments(5).update(samples(3, 5)), Moments(5).update(samples(3, 5))
+    given.absorb(x.to(torch.float64, copy=True), dtype)
+    updated.update(x)
+    assert torch.equal(given.covariance(), updated.covariance())
+    assert given.input_dtype == updated.input_dtype == dtype
+    assert given.n_samples == n + 3

@@ -11,6 +11,7 @@ import torch
 import pca_torch as pt
 from pca_torch import pipeline, texts
 from pca_torch.report import report_dict
+from tests.families import build
 from tests.support import truth
 
 LAYERS = (1, 5, 15, 29)  # few extreme rows, many, one sink per sequence, after the last block
@@ -110,9 +111,9 @@ def collected(model, batches, site, keep=lambda mask: mask.bool()):
 def test_default_sites_are_the_blocks_and_padding_does_not_count():
     model, batches = Toy(), token_batches()
     reports = pt.analyse(model, batches, n_components=None)
-    assert list(reports) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert list(reports) == ["blocks.0:output", "blocks.1:output", "blocks.2:output"]
     for site, found in reports.items():
-        rows = collected(model, batches, site)
+        rows = collected(model, batches, site.removesuffix(":output"))
         assert found.all_tokens.n_samples == len(rows) == 6 * 12 - 7
         want = truth(rows)[1]
         error = (found.all_tokens.spectrum - want).abs()
@@ -152,7 +153,7 @@ def test_the_head_of_a_language_model_does_not_run(tmp_path):
     calls = []
     model.lm_head.register_forward_hook(lambda *_: calls.append(1))
     reports = pt.analyse(model, [torch.arange(60).reshape(2, 30)], "model.layers.*")
-    assert list(reports) == ["model.layers.0", "model.layers.1"]
+    assert list(reports) == ["model.layers.0:output", "model.layers.1:output"]
     assert calls == []
     assert sum(len(module._forward_hooks) for module in model.modules()) == 1  # the one of this test
 
@@ -256,14 +257,6 @@ def test_each_part_of_the_model_keeps_its_mode():
     assert [block.training for block in model.blocks] == [True, False, True]
 
 
-def test_experts_inside_a_block_are_not_the_blocks():
-    block = torch.nn.Module()
-    block.experts = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(8))
-    model = torch.nn.Module()
-    model.layers = torch.nn.ModuleList([block, block.__class__()])
-    assert pipeline.decoder_layers(model) == "layers.*"
-
-
 def test_a_site_in_the_head_makes_the_head_run():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -295,3 +288,58 @@ def test_a_wrapper_with_a_base_model_of_its_own_is_run_whole():
     with torch.no_grad():
         want = truth(model(x))[1].sum()
     assert found.total_variance.item() == pytest.approx(want.item(), rel=1e-9)
+
+
+class Looped(torch.nn.Module):
+    """A block that runs as often as the batch says."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = torch.nn.Linear(4, 4)
+
+    def forward(self, x, times):
+        for _ in range(times):
+            x = torch.tanh(self.block(x))
+        return x
+
+
+@pytest.mark.parametrize("times", [(1, 3, 3, 2), (3, 1, 3, 2)])
+def test_a_module_that_runs_a_varying_number_of_times_is_counted_each_time(times):
+    x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+    found = pt.analyse(Looped(), [{"x": x, "times": n} for n in times], "block")["block"]
+    assert found.all_tokens.n_samples == 40 * sum(times)
+
+
+def test_one_head_of_keys_is_a_head_all_the_same():
+    model, batch = build("falcon")
+    reports = pt.analyse(model, [batch, batch], ["k", "v"])
+    assert {name.rpartition(":")[2] for name in reports} == {"k", "k_rope", "v"}
+    for report in reports.values():
+        assert isinstance(report, pt.HeadsReport)
+        assert report.heads == 1
+        assert not report.all_tokens_uncentred[0].centred
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses the old names of transformers
+def test_adapters_that_act_outside_the_blocks_run_too():
+    peft = pytest.importorskip("peft")
+    model, batch = build("llama")
+    bare = pt.analyse(model, [batch, batch], "resid")["model.layers.1"].all_tokens.mean
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    adapted = peft.get_peft_model(model, config)
+    found = pt.analyse(adapted, [batch, batch], "resid", selection=pt.TokenSelection(padding=None))
+    rows = []
+    hook = model.model.layers[1].register_forward_hook(lambda *given: rows.append(given[2].detach()))
+    with torch.no_grad():
+        adapted.eval()(**batch)
+    hook.remove()
+    mean = next(found[name] for name in found if name.endswith("layers.1:output")).all_tokens.mean
+    torch.testing.assert_close(mean, rows[0].double().flatten(0, 1).mean(0), rtol=1e-6, atol=1e-6)
+    assert (mean - bare).abs().max() > 1e-3
+
+
+def test_a_batch_may_ask_for_a_cache():
+    model, batch = build("llama")
+    want = pt.analyse(model, [batch], "resid")["model.layers.1"]
+    found = pt.analyse(model, [batch | {"use_cache": True}], "resid")["model.layers.1"]
+    assert torch.equal(found.all_tokens.spectrum, want.all_tokens.spectrum)

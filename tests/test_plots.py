@@ -10,6 +10,7 @@ import pytest
 
 from pca_torch.plots import plot_spectra
 from pca_torch.report import report_dict
+from tests.head_reports import falling, head_layers, heads_site
 from tests.reports import layers, sink, site
 
 agg = pytest.importorskip("matplotlib.backends.backend_agg")
@@ -157,8 +158,59 @@ def test_plotting_leaves_no_global_state(tmp_path):
 import sys
 import pca_torch.plots
 assert not any(name.startswith("matplotlib") for name in sys.modules)
+from tests.head_reports import falling, head_layers, heads_site
 from tests.reports import layers
 pca_torch.plots.plot_spectra(layers(2, 8), sys.argv[1])
 assert "matplotlib.pyplot" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "spectra.png")], check=True)
+
+
+# ---------------------------------------------------------------- heads
+
+
+def maps(figure):
+    """The drawn heat maps by their place: what the row is called, and the title of the column."""
+    found = {}
+    for axes in figure.subfigs[-1].axes:
+        if axes.get_images():
+            grid = axes.get_subplotspec()
+            found[grid.rowspan.start, grid.colspan.start] = axes
+    return found
+
+
+def test_heads_are_drawn_as_maps_of_their_ranks(figure):
+    report = head_layers(5, d=8, h=2)
+    drawn = figure(report)
+    found = maps(drawn)
+    titles = ["keys, before RoPE", "keys, after RoPE", "values", "queries, before RoPE"]
+    assert [found[0, i].get_title() for i in range(4)] == titles
+    for column, kind in enumerate(("k", "k_rope", "v", "q")):
+        for row, centring in enumerate(("centred", "uncentred")):
+            shown = found[row, column].get_images()[0].get_array()
+            sites = [report["heads"][f"model.layers.{i}.self_attn:{kind}"] for i in range(5)]
+            want = [[rank / 8 for rank in site["typical"][centring]["rank"]["0.95"]] for site in sites]
+            np.testing.assert_allclose(shown, 100 * np.array(want).T, rtol=1e-12)
+    assert found[0, 0].get_ylabel() == "centred\nhead"
+    assert found[1, 0].get_ylabel() == "uncentred\nhead"
+
+
+def test_maps_have_gaps_where_a_layer_has_fewer_heads_or_none(figure):
+    sites = {f"l.{i}.attn:k": heads_site(falling(h=1 + i), layer=i, rope="pre") for i in range(3)}
+    sites["l.3.attn:k"] = heads_site(falling(h=2), layer=3)
+    shown = maps(figure(report_dict(sites, {}, {}, {})))[0, 0].get_images()[0].get_array()
+    assert np.ma.getmaskarray(shown).sum(0).tolist() == [2, 1, 0, 3]
+
+
+def test_heads_and_layers_share_one_picture_in_which_nothing_overlaps(figure):
+    report = layers(30)
+    drawn = figure(report | {"heads": head_layers(30, d=8)["heads"]})
+    drawn.canvas.draw()
+    above, below = drawn.subfigs
+    assert len(above.axes) == 3
+    assert len(maps(drawn)) == 8
+    for axes in maps(drawn).values():
+        for left, right in itertools.pairwise(boxes(axes.get_xticklabels(), drawn)):
+            assert left.x1 < right.x0
+    bottom = min(axes.get_tightbbox().y0 for axes in above.axes)
+    assert max(axes.get_tightbbox().y1 for axes in below.axes) <= bottom

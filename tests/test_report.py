@@ -37,10 +37,11 @@ def rank_of(variances, share):
 # ---------------------------------------------------------------- the dictionary
 
 
-def test_report_has_exactly_the_fields_of_version_1():
+def test_report_has_exactly_the_fields_of_version_2():
     report = report_of(site(TYPICAL, all_variances=LOUD, extreme=sink()), seed=3)
-    assert report.keys() == {"version", "model", "tokens", "settings", "sites"}
-    assert (report["version"], report["model"], report["tokens"]) == (1, {"name": "m"}, {"seen": 2000})
+    assert report.keys() == {"version", "model", "tokens", "settings", "sites", "heads", "empty", "shared"}
+    assert (report["version"], report["model"], report["tokens"]) == (2, {"name": "m"}, {"seen": 2000})
+    assert (report["heads"], report["empty"], report["shared"]) == ({}, [], {})
     one = report["sites"]["model.layers.3"]
     assert one.keys() == {"n_features", "extreme", "verdict", "typical", "all_tokens"}
     assert one["extreme"] == {
@@ -231,9 +232,43 @@ def test_a_foreign_file_is_refused_in_one_line_that_names_it(tmp_path, content):
     assert len(str(caught.value)) < 400
 
 
-def test_another_version_is_named(tmp_path):
-    (tmp_path / "report.json").write_text(json.dumps(layers(1, D, 2000) | {"version": 2}))
-    with pytest.raises(ValueError, match=r"report\.version must be 1, got 2"):
+@pytest.mark.parametrize("version", [0, 3, True, 1.0, "1"])
+def test_another_version_is_named(tmp_path, version):
+    (tmp_path / "report.json").write_text(json.dumps(layers(1, D, 2000) | {"version": version}))
+    with pytest.raises(ValueError, match=rf"report\.version must be 1 or 2, got '?{version}"):
+        read_report(tmp_path / "report.json")
+
+
+def test_a_report_of_version_1_is_read_as_one_of_today(tmp_path):
+    report = layers(2, D, 2000)
+    old = {key: value for key, value in report.items() if key not in {"heads", "empty", "shared"}}
+    (tmp_path / "report.json").write_text(json.dumps(old | {"version": 1}))
+    assert read_report(tmp_path / "report.json") == report
+
+
+def test_sites_without_numbers_of_their_own_are_listed(tmp_path):
+    one, shared = site(TYPICAL), {"a.up:input": "a.gate:input"}
+    report = report_dict({"a.gate:input": one}, {}, {}, {}, empty=["a.expert.5:input"], shared=shared)
+    assert (report["empty"], report["shared"]) == (["a.expert.5:input"], shared)
+    assert list(report["sites"]) == ["a.gate:input"]
+    write_report(tmp_path / "report.json", report)
+    assert read_report(tmp_path / "report.json") == report
+
+
+@pytest.mark.parametrize(
+    ("key", "lie", "match"),
+    [
+        ("empty", {}, r"empty must be a list of texts, got \{\}"),
+        ("empty", [1], "empty must be a list of texts"),
+        ("shared", [], "shared must be an object of texts"),
+        ("shared", {"a": 1}, "shared must be an object of texts"),
+        ("heads", [], "heads must be an object"),
+        ("sites", {}, "must hold at least one site, in `sites` or in `heads`"),
+    ],
+)
+def test_lists_that_are_none_are_refused(tmp_path, key, lie, match):
+    (tmp_path / "report.json").write_text(json.dumps(layers(1, D, 2000) | {key: lie}))
+    with pytest.raises(ValueError, match=match):
         read_report(tmp_path / "report.json")
 
 

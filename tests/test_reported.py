@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pca_torch as pt
-from pca_torch import solvers
+from pca_torch import kv, lora, solvers
 from pca_torch.solvers import krylov
 from tests.cases import reported
 from tests.support import reported_case
@@ -32,7 +32,7 @@ ELSEWHERE = {  # part of the file → where it is tested
     "export": "tests/test_export.py",
     "cli": "tests/test_cli.py",
 }
-LATER = {"kv", "lora", "dist"}  # parts of the package that do not exist yet
+LATER = {"dist"}  # parts of the package that do not exist yet
 
 
 @pytest.fixture(autouse=True)
@@ -374,6 +374,63 @@ def test_nan_in_padding_does_not_count():
     found = reported_case("pad_rows_nan")
     check(found, learned(pt.PCA().fit(found["x"]["h"], mask=found["x"]["mask"])))
     check(found, learned(pt.PCA().partial_fit(found["x"]["h"], mask=found["x"]["mask"])))
+
+
+# ---------------------------------------------------------------- keys and adapters
+@pytest.mark.parametrize("form", ["legacy", "old", "new", "new_lazy"])
+def test_every_cache_container_gives_the_same_bases(form):
+    found = reported_case("kv_cache_containers")
+    spectra = kv.cache_spectra(found["x"]["caches"][form])
+    assert list(spectra) == [0, 1]
+    variance = torch.stack([layer.explained_variance for layer in spectra.values()])
+    check(found, {"explained_variance_layers_heads": variance.numpy()})
+
+
+@pytest.mark.parametrize("name", ["k", "k_repeated"])
+def test_heads_are_not_mixed_and_repeats_do_not_count(name):
+    found = reported_case("kv_head_layout")
+    heads = kv.head_spectra(found["x"][name], num_key_value_heads=found["x"]["num_key_value_heads"])
+    got = {
+        "explained_variance_heads": heads.explained_variance.numpy(),
+        "first_component_abs_argmax": heads.components[:, 0].abs().argmax(-1).numpy(),
+        "distinct_bases": len(heads.components),
+    }
+    check(found, got)
+
+
+def test_adapters_with_the_same_span():
+    found = reported_case("lora_same_span")
+    a, p, q = found["x"]["A1"], found["x"]["P"].T, found["x"]["Q"].T
+    angles = pt.subspace.principal_angles(p, q)
+    got = {
+        "overlap_A": pt.subspace.overlap(lora.input_basis(a), lora.input_basis(found["x"]["A2"])),
+        "cosines_PQ": angles.cos().numpy(),
+        "angles_PQ": angles.numpy(),
+        "overlap_PQ": pt.subspace.overlap(p, q),
+    }
+    check(found, got)
+
+
+def test_an_untrained_adapter_has_no_span():
+    found = reported_case("lora_zero_B")
+    fresh, trained = [(found["x"][f"A{i}"], found["x"][f"B{i}"]) for i in (1, 2)]
+    assert lora.overlap(fresh, trained, "output") in found["expect"]["overlap_output_allowed"]
+    assert found["wrong"]["overlap_output"] not in found["expect"]["overlap_output_allowed"]
+    for rank in (lora.adapter_spans(fresh).rank, len(lora.output_basis(fresh[1]))):
+        check(found, {"rank1": rank})
+
+
+@pytest.mark.parametrize("form", ["pair", "delta", "delta_conv1d"])
+def test_the_sides_of_an_adapter(form):
+    found = reported_case("lora_sides")
+    x = found["x"]
+    first, second = [(x[f"A{i}"], x[f"B{i}"]) if form == "pair" else x[f"delta{i}{form[5:]}"] for i in (1, 2)]
+    transposed = form == "delta_conv1d"
+    got = {
+        f"overlap_{side}": lora.overlap(first, second, side, fan_in_fan_out=transposed)
+        for side in ("input", "output")
+    }
+    check(found, got)
 
 
 def test_every_case_is_tested_or_has_its_place():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from pca_torch import rfactor as module
 from pca_torch.rfactor import RFactor
 from tests.support import samples
 
@@ -371,6 +372,29 @@ def test_a_merge_is_as_exact_as_the_coarser_of_the_two():
     within(both, torch.cat([x, x]))
     assert both.input_dtype == torch.float64
     assert both.merge(RFactor(4).update(x.bfloat16())).input_dtype == torch.bfloat16
+
+
+def test_a_merge_that_fails_leaves_no_trace(monkeypatch):
+    x = samples(30, 3)
+    x[2] = math.inf
+    factor = RFactor(3, nonfinite="drop").update(x.double())
+    other = RFactor(3, nonfinite="drop", precision="float32").update(x.float())
+    before = factor.n_samples, factor.n_dropped, factor.input_dtype, factor.product_dtype, factor.r
+
+    def full(*_):
+        raise torch.OutOfMemoryError("full")
+
+    with monkeypatch.context() as patch:
+        other.flush()
+        patch.setattr(module, "_merged", full)
+        with pytest.raises(torch.OutOfMemoryError, match="full"):
+            factor.merge(other)
+    after = factor.n_samples, factor.n_dropped, factor.input_dtype, factor.product_dtype, factor.r
+    assert before[:-1] == after[:-1]
+    assert torch.equal(before[-1], after[-1])
+    factor.merge(other)
+    assert (factor.n_samples, factor.n_dropped) == (58, 2)
+    assert (factor.input_dtype, factor.product_dtype) == (torch.float32, torch.float32)
 
 
 def test_nothing_to_divide_by_is_an_error():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from pca_torch import scatter as module
 from pca_torch.precision import unit_roundoff
 from pca_torch.scatter import Scatter
 from tests.support import samples
@@ -38,7 +39,7 @@ def off(scatter, want, scale=None):
 
 
 def summed(x, dtype, size=64):
-    scatter = Scatter(x.shape[1], CPU, dtype)
+    scatter = Scatter((x.shape[1],), CPU, dtype)
     for part in x.double().split(size):
         scatter.add(part)
     return scatter
@@ -113,7 +114,7 @@ def test_a_measured_error_is_scaled_too():
 def test_weighted_rows(dtype):
     x = samples(500, 5, offset=10.0)
     w = 10 * torch.rand(500, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1e-3
-    scatter = Scatter(5, CPU, dtype)
+    scatter = Scatter((5,), CPU, dtype)
     for rows, weights in zip(x.split(120), w.split(120), strict=True):
         scatter.add(rows, weights)
     assert off(scatter, exact(x, w)) <= scatter.error()
@@ -123,7 +124,7 @@ def test_weighted_rows(dtype):
 
 def test_a_merge_of_nothing_and_into_nothing():
     x = samples(50, 4)
-    full, empty = summed(x, torch.float64), Scatter(4, CPU, torch.float64)
+    full, empty = summed(x, torch.float64), Scatter((4,), CPU, torch.float64)
     matrix = full.matrix
     full.merge(empty)
     assert torch.equal(full.matrix, matrix)
@@ -135,5 +136,58 @@ def test_a_merge_of_nothing_and_into_nothing():
 def test_rows_are_not_changed():
     x = samples(40, 3, offset=2.0)
     before = x.clone()
-    Scatter(3, CPU, torch.float32).add(x, torch.ones(40, dtype=torch.float64))
+    Scatter((3,), CPU, torch.float32).add(x, torch.ones(40, dtype=torch.float64))
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_given_up_are_summed_as_copies_are(dtype):
+    x = samples(300, 6, offset=40.0)
+    x[::50] *= 100  # apart in float64
+    copied, given = Scatter((6,), CPU, dtype), Scatter((6,), CPU, dtype)
+    copied.add(x)
+    given.add(x.clone(), owned=True)
+    assert torch.equal(given.matrix, copied.matrix)
+    assert torch.equal(given.mean, copied.mean)
+    assert given.error() == copied.error()
+
+
+@extended
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_memory_that_runs_out_leaves_the_sums_as_they_were(dtype, monkeypatch):
+    x = samples(400, 5, offset=10.0)
+    scatter = summed(x[:100], dtype)
+    before = scatter.matrix, scatter.mean.clone(), scatter.n, scatter.error()
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "add_gram", fail)
+        with pytest.raises(torch.OutOfMemoryError, match="full"):
+            scatter.add(x[100:])
+    assert not scatter.torn
+    assert torch.equal(scatter.matrix, before[0])
+    assert torch.equal(scatter.mean, before[1])
+    assert (scatter.n, scatter.error()) == before[2:]
+    scatter.add(x[100:])
+    assert off(scatter, exact(x)) <= scatter.error()
+    assert off(scatter, exact(x[:-1])) > scatter.error()  # control: a row short
+
+
+def test_memory_that_runs_out_between_two_parts_is_told(monkeypatch):
+    x = samples(200, 5)
+    x[::50] *= 1e4
+    scatter, add, sizes = Scatter((5,), CPU, torch.float32), module.add_gram, []
+
+    def fail(target, rows, dtype):
+        sizes.append(len(rows))
+        if len(sizes) > 1:
+            raise torch.OutOfMemoryError("full")
+        add(target, rows, dtype)
+
+    monkeypatch.setattr(module, "add_gram", fail)
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        scatter.add(x)
+    assert sizes == [196, 4]
+    assert scatter.torn

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from pca_torch._labels import clip, describe, printable, short_names
+from pca_torch._labels import clip, describe, excluded, printable, short_names
 from pca_torch.report import render_table, report_dict
 from tests.reports import layers, sink, site
 
@@ -66,10 +66,13 @@ def test_what_differs_between_sites_is_a_column():
     ]
 
 
-def test_one_site_keeps_its_name():
-    lines = rendered(report_of({"model.layers.17": site(np.ones(8))}))
+def test_one_site_is_as_tidy_as_two():
+    lines = rendered(report_of({"data": site(np.ones(8))}))
     assert lines[2] == "2,000 tokens each, D = 8"
-    assert any(line.startswith("model.layers.17 ") for line in lines)
+    assert any(line.startswith("data ") for line in lines)
+    lines = rendered(report_of({"model.layers.17:output": site(np.ones(8))}))
+    assert lines[2] == "sites: model.*:output, 2,000 tokens each, D = 8"
+    assert [line for line in lines if line.startswith("layers.17 ")] == [lines[6]]
 
 
 def test_ranks_that_count_noise_are_marked():
@@ -128,8 +131,21 @@ def test_markup_and_control_characters_are_shown_not_obeyed():
         (["a.b", "a.b.c"], ["b", "b.c"], "a.*"),
         (["a.x", "a.a.x"], ["x", "a.x"], "a.*"),
         (["x", "y.z"], ["x", "y.z"], "*"),
-        (["model.layers.0"], ["model.layers.0"], "*"),
+        (["layers.0:out"], ["layers.0:out"], "*"),
+        (["model.layers.0"], ["layers.0"], "model.*"),
         (["", "a"], ["", "a"], "*"),
+        (["model.layers.0:output", "model.layers.11:output"], ["0", "11"], "model.layers.*:output"),
+        (["m.layers.0:output", "m.norm:output"], ["layers.0", "norm"], "m.*:output"),
+        (["m.0.attn:k", "m.0.attn:k_rope"], ["attn:k", "attn:k_rope"], "m.0.*"),
+        (["m.0.attn:k", "m.1.attn:k"], ["0", "1"], "m.*.attn:k"),
+        (["m.0:input", "m.0:output", "m.1:output"], ["0:input", "0:output", "1:output"], "m.*"),
+        (["x:output", "y.z:output"], ["x", "y.z"], "*:output"),
+        (["m.0:output", "m.1"], ["0:output", "1"], "m.*"),
+        (["model.layers.0:output"], ["layers.0"], "model.*:output"),
+        (["model.layers.10.self_attn:k"], ["10.self_attn"], "model.layers.*:k"),
+        (["model.layers.10.mlp.up_projection:input"], ["up_projection"], "model.layers.10.mlp.*:input"),
+        (["an_embedding_by_itself:output"], ["an_embedding_by_itself"], "*:output"),
+        (["an_embedding_by_itself"], ["an_embedding_by_itself"], "*"),
     ],
 )
 def test_short_names_drop_what_all_share(names, short, pattern):
@@ -151,3 +167,31 @@ def test_describe_finds_a_name_and_counts():
     report = {"model": {"id": "x/y"}, "tokens": {"seen": 12345, "padding": 0, "file": "t.txt", "flag": True}}
     assert describe(report) == ("x/y", "tokens: 12,345 seen")  # a zero says nothing
     assert describe({"model": {}, "tokens": {}}) == ("unnamed model", "tokens: not counted")
+
+
+def test_excluded_tokens_are_counted_by_reason():
+    reasons = {"padding": 1200, "special": 30, "first": 0, "by\x1b": 1, "odd": "x", "flag": True}
+    assert excluded({"tokens": {"excluded": reasons}}) == "excluded: 1,200 padding, 30 special, 1 by�"
+    for nothing in ({}, {"excluded": {"padding": 0}}, {"excluded": 3}):
+        assert excluded({"tokens": nothing}) == ""
+    report = report_dict({"a": site(np.ones(8))}, {"name": "m"}, {"seen": 9, "excluded": {"first": 2}}, {})
+    assert rendered(report)[:3] == ["m", "tokens: 9 seen", "excluded: 2 first"]
+
+
+def test_sites_without_numbers_of_their_own_are_one_line_each():
+    names = [f"model.layers.{i}.mlp.experts.{'5' * 40}:input" for i in range(6)]
+    for empty, words in ((names[:1], 1), (names, 4)):
+        report = report_dict({"a": site(np.ones(8))}, {}, {}, {}, empty=empty, shared={"b": "a", "c": "a"})
+        text = " ".join(rendered(report))
+        assert text.count("model.layers.") == words
+        assert ("and 2 more." in text) == (len(empty) > 4)
+        assert "2 sites see the same tensor as another and share its numbers." in text
+    assert "[b]�" in " ".join(rendered(report_dict({"a": site(np.ones(8))}, {}, {}, {}, empty=["[b]\x1b"])))
+    assert not any("token reached" in line or "tensor" in line for line in rendered(layers(2)))
+
+
+def test_the_point_that_all_sites_share_is_told_once():
+    lines = rendered(report_of({f"model.layers.{i}:output": site(np.ones(8)) for i in range(3)}))
+    assert lines[2] == "sites: model.layers.*:output, 2,000 tokens each, D = 8"
+    assert [line.split()[0] for line in lines[6:9]] == ["0", "1", "2"]
+    assert sum("output" in line for line in lines) == 1

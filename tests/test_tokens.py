@@ -3,14 +3,17 @@
 import copy
 import pickle
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from pca_torch import moments, scatter, tokens
+from pca_torch.intake import CHUNK_ROWS
 from pca_torch.moments import Moments
+from pca_torch.row_stream import RowStream
 from pca_torch.tokens import NormHistogram, TokenViews
 from tests.cases.reported import compare, rank_for
 from tests.support import reported_case, samples, truth
@@ -29,6 +32,10 @@ class Record:
         return len(self.rows)
 
     @property
+    def n_features(self) -> int:
+        return self.rows.shape[1]
+
+    @property
     def mean(self) -> Tensor:
         return self.rows.mean(0) if len(self.rows) else self.rows.new_zeros(self.rows.shape[1])
 
@@ -42,6 +49,9 @@ class Record:
 
     def merge(self, other: "Record") -> Self:
         return self.update(other.rows)
+
+    def to_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return {"rows": self.rows}, {}
 
     def ordered(self) -> Tensor:
         """The rows by their first entry, which no two rows of our data share."""
@@ -529,6 +539,169 @@ def test_updates_do_not_read_the_statistic():
         stream.update(row[None])
     assert len(made[0].rows) > 0
     assert made[0].reads == 1  # D, once
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+@pytest.mark.parametrize("n", [400, 2001, 2 * CHUNK_ROWS + 77])
+def test_rows_widened_once_give_the_statistic_of_rows_widened_by_itself(n, precision, dtype, monkeypatch):
+    """`absorb` is a shortcut, not another answer: a statistic that lacks it gets the same views."""
+    x, far = outliers(n, seed=26)
+    x = x.to(dtype)
+    kept = x.clone()
+    fast, plain = (TokenViews(partial(Moments, 8, precision=precision)) for _ in range(2))
+    fast.update(x[None]).update(x[: n // 2])
+    with monkeypatch.context() as patch:
+        patch.delattr(RowStream, "absorb")
+        plain.update(x[None]).update(x[: n // 2])
+    assert torch.equal(x, kept)  # only the copy is overwritten
+    want = torch.cat([x, x[: n // 2]]).double()
+    typical = torch.cat([x[~far], x[: n // 2][~far[: n // 2]]]).double()
+    for views_of in (fast, plain):
+        everything, others, extreme = views_of.result()
+        assert (extreme.count, extreme.exact) == (far.sum() + far[: n // 2].sum(), True)
+        assert everything.input_dtype == dtype
+        for statistic, rows in ((everything, want), (others, typical)):
+            error = statistic.scatter_error() / statistic.divisor()
+            assert torch.linalg.matrix_norm(statistic.covariance() - rows.mT.cov(), 2) <= error
+            assert statistic.n_samples == len(rows)
+        less = typical[n // 20 :].mT.cov()  # control: a twentieth of the rows is missing
+        wrong = torch.linalg.matrix_norm(others.covariance() - less, 2)
+        assert wrong > others.scatter_error() / others.divisor()
+
+
+def test_rows_are_widened_once(monkeypatch):
+    """The cost that counts: neither a second float64 copy nor a second look for what is not finite."""
+    x = outliers(600, seed=27)[0].float()
+    stream = TokenViews(partial(Moments, 8)).update(x)
+    monkeypatch.setattr(moments.Intake, "select", None)
+    monkeypatch.setattr(Moments, "update", None)
+    added = []
+    original = scatter.Scatter.add
+    monkeypatch.setattr(
+        scatter.Scatter, "add", lambda s, rows, w, *, owned: added.append(owned) or original(s, rows, w)
+    )
+    stream.update(x)
+    assert added == [True]
+
+
+def test_the_running_threshold_is_taken_anew_for_an_eighth_more_rows(monkeypatch):
+    x, far = outliers(4000, seed=28)
+    seen, original = [], NormHistogram.threshold
+    monkeypatch.setattr(
+        NormHistogram, "threshold", lambda h, units: seen.append(h.n_samples) or original(h, units)
+    )
+    stream = streamed(x, 100)
+    assert seen == [
+        300,
+        400,
+        500,
+        600,
+        700,
+        800,
+        900,
+        1100,
+        1300,
+        1500,
+        1700,
+        2000,
+        2300,
+        2600,
+        3000,
+        3400,
+        3900,
+    ]
+    extreme = stream.result()[2]
+    assert extreme.exact
+    assert extreme.count == far.sum()
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_rows_selected_before_count_as_masked_ones(given):
+    x, mask, _ = padded("left")
+    places = torch.arange(170).expand(3, 170)
+    masked = views(6).update(x, mask, positions=places if given else None).result()
+    keep = mask.bool()
+    chosen = views(6).update_rows(x[keep], positions=places[keep] if given else None).result()
+    assert torch.equal(chosen[1].rows, masked[1].rows)
+    assert chosen[2].positions == (masked[2].positions if given else {})
+    assert chosen[2].count == masked[2].count == 6
+    with pytest.raises(ValueError, match=r"`rows` must end in 6 features, got shape \(5, 7\)"):
+        views(6).update_rows(torch.zeros(5, 7))
+    with pytest.raises(ValueError, match=r"`positions` must be integers in the leading shape of `x`, \(5,\)"):
+        views(6).update_rows(torch.zeros(5, 6), torch.zeros(4, dtype=torch.int64))
+
+
+def test_parts_are_halved_where_memory_runs_out(monkeypatch):
+    x, far = outliers(CHUNK_ROWS + 300, seed=29)
+    want = TokenViews(partial(Moments, 8)).update(x[None]).result()
+    add, taken = scatter.add_gram, []
+
+    def full(target, rows, dtype):
+        if len(rows) > 1100:
+            raise torch.OutOfMemoryError("full")
+        taken.append(len(rows))
+        add(target, rows, dtype)
+
+    monkeypatch.setattr(scatter, "add_gram", full)
+    stream = TokenViews(partial(Moments, 8), max_held=2 * len(x)).update(x[None])
+    waiting = len(stream._typical._intake)
+    assert sum(taken) + waiting == len(x) - len(stream._held)  # each row once
+    assert waiting < sum(taken)
+    got = stream.result()
+    assert got[2] == want[2]
+    assert got[0].n_samples == stream.n_samples == len(x)
+    for have, rows in ((got[0], x), (got[1], x[~far])):
+        error = have.scatter_error() / have.divisor()
+        assert torch.linalg.matrix_norm(have.covariance() - rows.mT.cov(), 2) <= error
+
+
+def test_a_failure_amid_the_rows_is_told():
+    class Failing(Record):
+        """Keeps a part of the rows, then fails."""
+
+        def update(self, x: Tensor, mask: Tensor | None = None) -> Self:
+            super().update(x[:1])
+            raise KeyboardInterrupt
+
+    stream = TokenViews(partial(Failing, 4))
+    stream.update(samples(200, 4, seed=1))  # held, all of them
+    with pytest.raises(KeyboardInterrupt):
+        stream.update(samples(200, 4, seed=2))
+    for attempt in (stream.result, lambda: stream.update(samples(9, 4)), lambda: views(4).merge(stream)):
+        with pytest.raises(RuntimeError, match="these views were interrupted while they counted rows"):
+            attempt()
+
+
+def test_a_long_batch_that_is_not_finite_leaves_no_trace():
+    x = outliers(2 * CHUNK_ROWS, seed=30)[0].float()
+    stream = views(8).update(x[:1000])
+    before = stream.result()
+    broken = x.clone()
+    broken[-1, 3] = float("nan")  # in the last part
+    with pytest.raises(ValueError, match=r"`x` has 1 of 8192 samples with NaN or inf\. Drop them"):
+        stream.update(broken)
+    assert stream.result()[2] == before[2]
+    assert torch.equal(stream.result()[0].rows, before[0].rows)
+    large = torch.full((5000, 8), 3e38)  # whose float32 sum is infinite
+    assert views(8).update(large).n_samples == 5000
+
+
+@pytest.mark.parametrize("n", [10, 2 * CHUNK_ROWS])
+def test_squares_that_leave_float64_are_refused(n):
+    x = torch.full((n, 8), 1e71, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"`x` has samples of norm beyond 1e\+70"):
+        views(8).update(x)
+    assert views(8).update(x / 1e3).n_samples == n
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_are_taken_out_in_place(seed):
+    g = torch.Generator().manual_seed(seed)
+    n = int(torch.randint(1, 30, (), generator=g))
+    rows, far = torch.arange(n).double()[:, None], torch.rand(n, generator=g) < torch.rand((), generator=g)
+    want = rows[~far, 0].tolist()
+    assert sorted(tokens._without(rows, far)[:, 0].tolist()) == want
 
 
 @pytest.mark.gpu

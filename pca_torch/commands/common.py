@@ -53,8 +53,11 @@ def check_out(out: Path) -> None:
 
 
 @contextmanager
-def progress_bar() -> Generator[Callable[[str, int], Callable[[int], object]]]:
+def progress_bar(advice: str = "run it again") -> Generator[Callable[[str, int], Callable[[int], object]]]:
     """A progress bar on a terminal, nothing in a pipe.
+
+    Args:
+        advice: what to do after an interrupt.
 
     Yields:
         What makes, from a description and a total, a function to be told of each step.
@@ -73,9 +76,8 @@ def progress_bar() -> Generator[Callable[[str, int], Callable[[int], object]]]:
         try:
             yield start
         except KeyboardInterrupt:
-            print(
-                "interrupted; files that were there before are as they were, run it again.", file=sys.stderr
-            )
+            told = f"interrupted; files that were there before are as they were, {advice}."
+            print(told, file=sys.stderr)
             raise
 
 

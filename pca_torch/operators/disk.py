@@ -13,7 +13,7 @@ from pca_torch.linalg import two_sum
 from pca_torch.operators.columns import Columns, facts
 from pca_torch.precision import exact_products, unit_roundoff
 from pca_torch.problem import product_noise
-from pca_torch.sources import NpySource
+from pca_torch.sources import Source, check_same_width
 
 __all__ = ["OnDisk"]
 
@@ -42,7 +42,7 @@ class OnDisk:
 
     def __init__(
         self,
-        sources: NpySource | Sequence[NpySource],
+        sources: Source | Sequence[Source],
         *,
         center: bool = True,
         standardize: bool = False,
@@ -50,7 +50,7 @@ class OnDisk:
         nonfinite: Literal["raise", "drop"] = "raise",
     ) -> None:
         check_choice(nonfinite, "nonfinite", ("raise", "drop"))
-        self._sources = _checked([sources] if isinstance(sources, NpySource) else list(sources))
+        self._sources = _checked([sources] if isinstance(sources, Source) else list(sources))
         self._nonfinite = nonfinite
         self._step = max(1, PART_BYTES // (8 * self._sources[0].n_features))
         self.n_dropped = 0  # rows skipped under nonfinite="drop"
@@ -122,24 +122,19 @@ class OnDisk:
         return Columns(n, float(n), float(n), mean, scatter, slip, depth, _coarsest(self._sources))
 
 
-def _checked(sources: list[NpySource]) -> list[NpySource]:
+def _checked(sources: list[Source]) -> list[Source]:
     """The sources, if they have one D.
 
     Raises:
         ValueError: there is none, or one has another D.
     """
     if not sources:
-        raise ValueError("`sources` is empty; give at least one `NpySource`.")
-    for source in sources:
-        if source.n_features != sources[0].n_features:
-            raise ValueError(
-                f"{source.path}: {source.n_features} columns, but {sources[0].path} has "
-                f"{sources[0].n_features}; all files must have the same D."
-            )
+        raise ValueError("`sources` is empty; give at least one `NpySource` or other source.")
+    check_same_width(sources)
     return sources
 
 
-def _coarsest(sources: list[NpySource]) -> torch.dtype:
+def _coarsest(sources: list[Source]) -> torch.dtype:
     """The dtype that rounds most; integers count as float64."""
     floats = [source.dtype for source in sources if source.dtype.is_floating_point]
     return max(floats, key=unit_roundoff, default=torch.float64)

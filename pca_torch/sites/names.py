@@ -8,10 +8,21 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-__all__ = ["canonical_name", "find_hits", "listing", "match_sites", "modules_by_name", "nearest", "roots"]
+__all__ = [
+    "canonical_name",
+    "find_hits",
+    "listing",
+    "match_sites",
+    "modules_by_name",
+    "nearest",
+    "roots",
+    "stacks",
+    "unwrapped",
+]
 
 # Segments that torch.compile, activation checkpointing and FSDP put into the path of what they wrap.
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+STACKS = (("encoder", "text_encoder"), ("decoder", "text_decoder"))  # of a model that has both
 NAMES_WRITTEN = 10  # an error about every layer of a large model stays readable
 
 
@@ -81,12 +92,37 @@ def _wrapper_path(model: nn.Module) -> list[str]:
         model = model.get_submodule(".".join(names))
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside all that wraps it at the root."""
+    return model.get_submodule(".".join(_wrapper_path(model)))
+
+
 def roots(model: nn.Module) -> list[nn.Module]:
     """Modules that callers call: `model`, what it wraps, and the `base_model` of that (transformers)."""
     path = _wrapper_path(model)
     found = [model.get_submodule(".".join(path[:i])) for i in range(len(path) + 1)]
     base = getattr(found[-1], "base_model", None)
     return list(dict.fromkeys([*found, base] if isinstance(base, nn.Module) else found))
+
+
+def stacks(model: nn.Module) -> list[nn.Module]:
+    """Encoder and decoder, in this order, of a model of transformers that has both; of any other none.
+
+    Each reads tokens of its own, and is called with ids and a mask that have the same names in both.
+
+    Args:
+        model: the model, its wrappers included.
+    """
+    inside = unwrapped(model)
+    if not getattr(getattr(inside, "config", None), "is_encoder_decoder", False):
+        return []
+    for holder in inside.modules():
+        named = dict(holder.named_children())
+        found = [next((named[name] for name in names if name in named), None) for names in STACKS]
+        both = [stack for stack in found if stack is not None]
+        if len(both) == len(STACKS):
+            return both
+    return []
 
 
 def find_hits(pattern: str, sites: Mapping[str, nn.Module]) -> list[str]:

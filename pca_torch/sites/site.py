@@ -25,9 +25,7 @@ class Site:
 
     name: str  # in files and reports: the path and the point, "model.layers.3.self_attn:k"
     path: str  # canonical path of the module that is hooked, "model.layers.3.self_attn.k_proj"
-    side: Literal[
-        "input", "output", "cache"
-    ]  # what of the module: arguments, result, what it puts in a cache
+    side: Literal["input", "output", "cache"]  # its arguments, its result, what it puts in a cache
     kind: str  # "resid", "attn", "mlp", "q", "k", "v", "kv_latent", "k_rope", "expert", "norm" or "module"
     point: str  # in words: "keys of self_attn before RoPE"
     read: Read
@@ -37,3 +35,14 @@ class Site:
     width: int | None = None  # D where the model tells without running, all heads together
     layer: int | None = None  # index of the block, where the path has one
     may_be_empty: bool = False  # an expert that no token reached is no mistake
+    across: bool = False  # keys and values of cross-attention: their rows are the tokens of the encoder
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether the rows are those that a router sent to an expert, in an order known to it alone."""
+        return self.kind == "expert" and self.only is None
+
+    @property
+    def per_head(self) -> bool:
+        """Whether each head is decomposed apart: also the one that all queries of some models share."""
+        return self.heads > 1 or self.kind in {"q", "k", "v"}

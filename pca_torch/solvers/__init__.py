@@ -30,7 +30,7 @@ from pca_torch.rfactor import RFactor
 from pca_torch.solvers import covariance, full, krylov, randomized, tsqr
 from pca_torch.solvers.batched import BatchedResult, decompose_batch
 from pca_torch.solvers.choice import choose_solver, square_fits
-from pca_torch.sources import NpySource
+from pca_torch.sources import Source, check_same_width
 
 __all__ = ["SOLVERS", "STREAMING", "BatchedResult", "choose_solver", "decompose", "decompose_batch"]
 
@@ -65,7 +65,7 @@ class _Task:
 
 
 def decompose(
-    data: Tensor | Moments | RFactor | NpySource | Sequence[NpySource] | Any,
+    data: Tensor | Moments | RFactor | Source | Sequence[Source] | Any,
     n_components: float | None = None,
     svd_solver: str = "auto",
     *,
@@ -86,7 +86,7 @@ def decompose(
 
     Args:
         data: samples (..., D); a sparse matrix (N, D) of torch or SciPy; a `Moments` or `RFactor`; one or
-            several `NpySource`.
+            several sources of `open_sources`.
         n_components: K, a share of the variance in (0, 1], or None for min(N, D).
         svd_solver: "auto" or one of `SOLVERS`.
         mask: 0/1 with the leading shape of the samples.
@@ -128,9 +128,9 @@ def decompose(
         {"n_oversamples": n_oversamples, "n_iter": n_iter, "random_state": random_state},
     )
     with torch.no_grad():
-        if isinstance(data, NpySource):
+        if isinstance(data, Source):
             data = [data]
-        if isinstance(data, (list, tuple)) and data and all(isinstance(part, NpySource) for part in data):
+        if isinstance(data, (list, tuple)) and data and all(isinstance(part, Source) for part in data):
             _refuse_rows(mask, weights, "a file")
             return _of_sources(data, task)
         if isinstance(data, (Moments, RFactor)):
@@ -228,17 +228,18 @@ def _of_statistic(statistic: Moments | RFactor, task: _Task, solver: str | None 
     )
 
 
-def _of_sources(sources: Sequence[NpySource], task: _Task) -> PCAResult:
+def _of_sources(sources: Sequence[Source], task: _Task) -> PCAResult:
     """Solve arrays on disk: one pass into a statistic, or a few passes where D×D is too large.
 
     Raises:
-        ValueError: a solver that needs the samples in memory, or bad data.
+        ValueError: a solver that needs the samples in memory, sources of different D, or bad data.
     """
     if task.solver in {"full", "randomized"}:
         raise ValueError(
             f"`svd_solver` = {task.solver!r} needs the samples in memory; use 'covariance_eigh', 'krylov' or "
             "'tsqr' for files, or load them."
         )
+    check_same_width(sources)
     d, n = sources[0].n_features, sum(source.n_rows for source in sources)
     few = krylov.pays(task.n_components, min(n, d))
     if task.solver in {"auto", "krylov"} and few and not square_fits(d):
@@ -258,7 +259,7 @@ def _of_sources(sources: Sequence[NpySource], task: _Task) -> PCAResult:
     return _hinted(result, task)
 
 
-def _summed(sources: Sequence[NpySource], kind: type[Moments | RFactor], task: _Task) -> Moments | RFactor:
+def _summed(sources: Sequence[Source], kind: type[Moments | RFactor], task: _Task) -> Moments | RFactor:
     """One pass over arrays on disk.
 
     Raises:

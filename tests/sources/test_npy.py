@@ -1,4 +1,4 @@
-"""Arrays on disk: read right by blocks, refused in one line, and never trusted before they are measured."""
+"""`.npy` files: read right by blocks, refused in one line, and never trusted before they are measured."""
 
 import io
 import os
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pca_torch.sources import NpySource, open_sources
+from pca_torch.sources import NpySource
 from tests.support import reported_case
 
 FLOATS = ["<f2", ">f2", "<f4", ">f4", "<f8", ">f8"]
@@ -220,24 +220,6 @@ def test_a_file_that_changes_is_an_error(tmp_path, change, when):
             blocks = iter(source)
     with pytest.raises(ValueError, match=r"x\.npy: the file changed after it was opened"):
         list(blocks)
-
-
-def test_shards_come_in_natural_order(tmp_path):
-    names = ["shard_10", "shard_2", "shard_1", "a_9", "shard_02"]
-    paths = [save(tmp_path / f"{name}.npy", np.full((1, 2), i)) for i, name in enumerate(names)]
-    got = [source.path.stem for source in open_sources(paths)]
-    assert got == ["a_9", "shard_1", "shard_02", "shard_2", "shard_10"]
-
-
-def test_shards_must_agree_and_be_given_once(tmp_path):
-    a = save(tmp_path / "a.npy", np.ones((2, 3)))
-    b = save(tmp_path / "b.npy", np.ones((2, 4)))
-    with pytest.raises(ValueError, match=r"b\.npy: 4 columns, but .*a\.npy has 3"):
-        open_sources([b, a])
-    with pytest.raises(ValueError, match="`paths` names a file twice"):
-        open_sources([a, tmp_path / "." / "a.npy"])
-    with pytest.raises(ValueError, match="`paths` is empty"):
-        open_sources([])
 
 
 def seeds():

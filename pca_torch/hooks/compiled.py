@@ -1,0 +1,139 @@
+"""Hooks inside compiled code: one operator with an effect carries activations out of the graph."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Listener", "arguments_from", "is_compiled", "register", "send", "tensors_of"]
+
+
+class Listener(Protocol):
+    """Who gets what compiled code sends."""
+
+    def receive(self, tensors: list[Tensor], names: str, place: int) -> None:
+        """Take the tensors of one message."""
+        ...
+
+
+_LISTENERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def register(listener: Listener) -> int:
+    """A number by which compiled code finds `listener`, for as long as it lives.
+
+    It is the lowest that is free: a graph that was traced with hooks like these then serves again.
+
+    Args:
+        listener: takes the messages.
+    """
+    number = next(n for n in itertools.count() if n not in _LISTENERS)
+    _LISTENERS[number] = listener
+    return number
+
+
+@torch.compiler.assume_constant_result  # while a graph is traced, this runs as it is, not as a part of it
+def _has_operator() -> bool:
+    """Whether there is an operator that carries tensors out of a graph."""
+    return _define_operator()
+
+
+@cache
+def _define_operator() -> bool:
+    """Define `torch.ops.pca_torch.tap`, once per process and not before a model is compiled.
+
+    A graph holds no Python objects, and would trace, reorder or drop what they do. So tensors leave it
+    through an operator that is declared to have an effect: it runs once per call, in the order of the code.
+
+    Returns:
+        whether this PyTorch can; PyTorch has no public name for that declaration.
+    """
+    try:
+        from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+        effect = _EffectType.ORDERED
+    except (ImportError, AttributeError):
+        return False
+    operator = torch.library.custom_op(
+        "pca_torch::tap",
+        _receive,
+        mutates_args=(),
+        schema="(Tensor[] tensors, str names, int listener, int place) -> ()",
+        tags=(torch.Tag.cudagraph_unsafe,),
+    )
+    operator.register_fake(lambda tensors, names, listener, place: None)
+    _register_effectful_op(torch.ops.pca_torch.tap.default, effect)
+    return True
+
+
+def _receive(tensors: list[Tensor], names: str, listener: int, place: int) -> None:
+    """Hand a message to its listener.
+
+    Raises:
+        RuntimeError: the listener is gone.
+    """
+    target = _LISTENERS.get(listener)
+    if target is None:
+        raise RuntimeError(
+            "this graph was compiled inside a `capture` that is over; compile the model again after "
+            "`torch.compiler.reset()`."
+        )
+    target.receive(tensors, names, place)
+
+
+# Without the operator a graph breaks in two, and messages are handed over in between.
+_receive_outside: Any = torch.compiler.disable(_receive)
+
+
+def send(tensors: list[Tensor], names: str, listener: int, place: int) -> None:
+    """Send tensors out of a graph while it is traced; where PyTorch has no operators with effects, break it.
+
+    Args:
+        tensors: what to send; an operator needs one at least, so none becomes one that is empty.
+        names: what they are, joined by commas.
+        listener: its number.
+        place: what the message is about, a number that the listener knows.
+    """
+    if _has_operator():
+        torch.ops.pca_torch.tap(tensors or [torch.empty(0)], names, listener, place)
+    else:
+        _receive_outside(tensors, names, listener, place)
+
+
+def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], str]:
+    """The tensors among arguments, and their names: numbers for those by position.
+
+    Args:
+        args: by position.
+        kwargs: by keyword.
+    """
+    named = [*((str(i), value) for i, value in enumerate(args)), *kwargs.items()]
+    found = [(name, value) for name, value in named if isinstance(value, Tensor)]
+    return [value for _, value in found], ",".join([name for name, _ in found])
+
+
+def arguments_from(tensors: list[Tensor], names: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What `tensors_of` took apart; arguments by position that were no tensors are None.
+
+    Args:
+        tensors: the tensors.
+        names: their names.
+    """
+    named = dict(zip(names.split(","), tensors, strict=False)) if names else {}
+    places = [int(name) for name in named if name.isdigit()]
+    args = tuple(named.get(str(i)) for i in range(max(places, default=-1) + 1))
+    return args, {name: value for name, value in named.items() if not name.isdigit()}
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether `model` holds modules that were compiled, whose graphs may ignore hooks set from now on.
+
+    Args:
+        model: the model.
+    """
+    return any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules())
