@@ -1,4 +1,4 @@
-"""Arguments of a call of a module by name."""
+"""Arguments of a call of a module by name, and what its cache and its mask say of the past."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-__all__ = ["arguments_by_name", "passes_on"]
+__all__ = ["arguments_by_name", "cached", "padding_of", "passes_on"]
+
+ALL_TOKENS = "full_attention"  # the kind of layer that attends to the whole past
+CACHES = ("cache", "past_key_values")  # the argument in transformers from 5.24 on, and before
 
 
 def arguments_by_name(
@@ -46,3 +50,37 @@ def passes_on(module: nn.Module) -> bool:
     """
     kinds = {parameter.kind for parameter in inspect.signature(module.forward).parameters.values()}
     return inspect.Parameter.VAR_POSITIONAL in kinds or kinds == {inspect.Parameter.VAR_KEYWORD}
+
+
+def padding_of(mask: Any, arguments: Mapping[str, Any]) -> Any:
+    """The mask (B, past + T) behind one of four axes that `generate` makes for a cache of fixed size.
+
+    There (B, 1, T, S) says which of the S places of the cache each token attends to: a token attends to
+    itself unless it is padding, and the first one to all that came before and is none. Masks of four axes
+    beside another cache stay as they are: some let padding attend to itself.
+
+    Args:
+        mask: the argument of the forward.
+        arguments: of the forward, the cache among them.
+    """
+    fixed = any(getattr(arguments.get(name), "is_compileable", False) for name in CACHES)
+    if isinstance(mask, Mapping):  # one for each kind of layer
+        mask = mask.get(ALL_TOKENS, mask)
+    if not fixed or not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[1] != 1:
+        return mask
+    past, steps = int(cached(arguments)), mask.shape[2]
+    if past + steps > mask.shape[3]:
+        return mask
+    attends = (mask if mask.dtype == torch.bool else mask == 0)[:, 0]  # floats are added to the scores
+    own = attends[:, :, past : past + steps].diagonal(dim1=1, dim2=2)
+    return torch.cat([attends[:, 0, :past], own], 1)
+
+
+def cached(arguments: Mapping[str, Any]) -> Any:
+    """How many tokens the cache of a forward holds.
+
+    Args:
+        arguments: of the forward.
+    """
+    lengths = (getattr(arguments.get(name), "get_seq_length", None) for name in CACHES)
+    return next((length() for length in lengths if length is not None), 0)

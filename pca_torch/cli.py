@@ -37,11 +37,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Args:
         argv: arguments; None is those of the process.
+
+    Raises:
+        SystemExit: always.
     """
     warnings.showwarning = _warn
     arguments = _spread(sys.argv[1:] if argv is None else argv)
     try:
         app(arguments, prog_name="pca-torch", standalone_mode=True)
+    except KeyboardInterrupt:  # later than where typer waits for it
+        raise SystemExit(130) from None
     except (ValueError, OSError, RuntimeError, ImportError, MemoryError) as error:
         _fail(_one_line(error), 1)
 

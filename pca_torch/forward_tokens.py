@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pca_torch._arguments import cached, padding_of
 from pca_torch.sites.names import roots
 
 __all__ = ["ForwardTokens", "as_booleans", "find_tokens", "is_any", "parameters", "places_of"]
 
-CACHES = ("cache", "past_key_values")  # the argument in transformers from 5.24 on, and before
 BESIDE = ("labels", "position_ids", "token_type_ids", "cache_position")  # (B, T) integers, but no ids
 
 
@@ -72,9 +72,8 @@ class ForwardTokens:
         Raises:
             ValueError: the mask is not (B, T), or (B, S) with the past; or has other values than 0 and 1.
         """
-        lengths = (getattr(arguments.get(name), "get_seq_length", None) for name in CACHES)
-        before = next((length() for length in lengths if length is not None), 0)
-        mask = None if padding is None else arguments.get(padding)
+        before = cached(arguments)
+        mask = None if padding is None else padding_of(arguments.get(padding), arguments)
         if mask is None:
             return torch.ones(self.shape, dtype=torch.bool, device=self.device), before
         if not isinstance(mask, Tensor) or mask.ndim != 2:

@@ -81,13 +81,13 @@ class MemoryPlan:
         found = []
         for device, limit in self.limits.items():
             names = [name for name in self.sites if self.devices[name] == device]
-            text = f"statistics of {len(names)} sites on {device}: {size_text(self.total(device))} at most"
+            text = f"statistics of {_sites(len(names))} on {device}: {size_text(self.total(device))} at most"
             found.append(text + ("" if limit is None else f", limit {size_text(limit)}"))
         if len(self.passes) > 1:
             sizes = ", ".join(str(len(group)) for group in self.passes)
             found.append(f"in {len(self.passes)} passes over the tokens, of {sizes} sites")
         if self.unknown:
-            found.append(f"beside them {len(self.unknown)} sites whose width shows when the model runs")
+            found.append(f"beside them {_sites(len(self.unknown))} whose width shows when the model runs")
         return [line for text in found for line in textwrap.wrap(text, 80, subsequent_indent="  ")]
 
     def to_dict(self) -> dict[str, Any]:
@@ -255,6 +255,10 @@ def _grouped(
     return [tuple(group) for group in groups]
 
 
+def _sites(n: int) -> str:
+    return "1 site" if n == 1 else f"{n} sites"
+
+
 def _refusal(whole: MemoryPlan, passes: Sequence[tuple[str, ...]] | None, available: int | None) -> str:
     """Why not, and what fits instead, each with its figure."""
     over = [d for d, limit in whole.limits.items() if limit is not None and whole.total(d) > limit]
@@ -275,7 +279,7 @@ def _refusal(whole: MemoryPlan, passes: Sequence[tuple[str, ...]] | None, availa
         choices.append(f"keep them on the CPU (`--statistics-on cpu`, {size_text(on_cpu)} there)")
     largest = max(whole.sites.values(), key=lambda site: _peak([site]))
     choices.append(f"capture fewer sites (the largest takes {size_text(_peak([largest]))} alone)")
-    return f"the statistics of {len(whole.sites)} sites need {what}; " + ", or ".join(choices) + "."
+    return f"the statistics of {_sites(len(whole.sites))} need {what}; " + ", or ".join(choices) + "."
 
 
 def _on_cpu(whole: MemoryPlan, available: int | None) -> int | None:

@@ -145,14 +145,12 @@ def test_compiled_model_that_has_run():
     assert compare(case, gather(rows)) == []
 
 
-def test_compiled_model_behind_the_back_is_an_error():
+def test_compiled_model_that_has_run_behind_the_back():
     case = reported_case("hook_compiled_silent")
-    with (
-        pytest.raises(RuntimeError, match=r"'0' never fired.*as compiled"),
-        torch.no_grad(),
-        capture(case["x"]["eager"], {"0": Recorder()}),
-    ):
+    rows = []
+    with torch.no_grad(), capture(case["x"]["eager"], {case["x"]["layer"]: rows.append}):
         case["x"]["module"](case["x"]["input"])
+    assert compare(case, gather(rows)) == []
 
 
 def test_checkpointing_counts_once():

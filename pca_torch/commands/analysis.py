@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -156,9 +157,10 @@ def report(
         ValueError: `--out` is given for a report.
     """
     from pca_torch import pipeline
+    from pca_torch._safetensors import is_safetensors
     from pca_torch.report import read_report
 
-    if not _is_safetensors(source):
+    if not is_safetensors(source):
         if out is not None:
             raise ValueError(f"`--out` is for statistic files, {source} is a report; leave it out.")
         show(read_report(source / "report.json" if source.is_dir() else source), as_json, [])
@@ -170,15 +172,7 @@ def report(
 
 
 def _say(lines: list[str]) -> None:
-    print(*lines, sep="\n", flush=True)
-
-
-def _is_safetensors(path: Path) -> bool:
-    """Whether a file begins like one: the length of its header in eight bytes, then the header."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(9)[8:] == b"{"
+    print(*lines, sep="\n", file=sys.stderr)
 
 
 def _finish(keeping: Any, summary: dict[str, Any], results: Any, view: View, as_json: bool) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
+from collections.abc import Collection, Iterator
 from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Listener", "arguments_from", "is_compiled", "register", "send", "tensors_of"]
+__all__ = ["Listener", "arguments_from", "has_graphs", "is_compiled", "register", "send", "tensors_of"]
+
+
+OWN = "pca_torch.hooks"  # in the guards of a graph that was traced with hooks of ours
 
 
 class Listener(Protocol):
@@ -137,3 +142,38 @@ def is_compiled(model: nn.Module) -> bool:
         model: the model.
     """
     return any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules())
+
+
+def has_graphs(modules: Collection[nn.Module]) -> bool:
+    """Whether a call of one of `modules` may be served by a graph that was traced without hooks of ours.
+
+    A graph asks for the classes of the modules it was traced from, not for the hooks they lacked, and it
+    serves other instances as well. So what counts is a class among `modules` that some graph asks for.
+
+    Args:
+        modules: what is hooked, and what holds it.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return False
+    classes = [str(id(type(module))) for module in modules]
+    try:
+        return any(
+            OWN not in guards and any(kind in guards for kind in classes) for guards in _guards_of_graphs()
+        )
+    except (ImportError, AttributeError):  # PyTorch has no public names for this: then any graph may serve
+        return True
+
+
+def _guards_of_graphs() -> Iterator[str]:
+    """What each graph of this process asks for before it serves, as text.
+
+    Yields:
+        the text of one graph; classes are in it by their `id`.
+    """
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._dynamo.convert_frame import input_codes
+
+    for reference in list(input_codes.seen):
+        code = reference()
+        for entry in [] if code is None else _debug_get_cache_entry_list(code):
+            yield str(entry.guard_manager)

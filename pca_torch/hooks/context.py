@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pca_torch.hooks.cache_tap import CacheTap, cache_argument
-from pca_torch.hooks.compiled import is_compiled
+from pca_torch.hooks.compiled import has_graphs, is_compiled
 from pca_torch.hooks.masks import FindMask
 from pca_torch.hooks.run import Run, StopForward
 from pca_torch.hooks.targets import Sinks, Target, find_targets
@@ -70,8 +70,9 @@ def capture(
     hooks set inside the block. Sinks run without autograd and autocast; what they raise is held until the
     forward has returned. What activation checkpointing computes again in the backward pass is not fed again.
     Copies of the model made inside the block are not captured. If `model` holds compiled modules, or a site
-    is in a cache, compiled code runs eagerly inside the block: a graph ignores hooks it was not traced with.
-    A model that is first compiled and called inside the block keeps its graph whole.
+    is in a cache, or modules of the classes that are hooked were called compiled before the block, compiled
+    code runs eagerly inside it: a graph ignores hooks it was not traced with. A model whose classes are
+    first called compiled inside the block keeps its graph whole.
 
     Args:
         model: the module that will be called, its wrappers included.
@@ -80,7 +81,8 @@ def capture(
             mask of their leading shape or None; or a callable, which gets the kept rows as a fresh (n, D)
             tensor. `Statistic` says what else an object may have.
         mask: the argument of the forward that marks the rows to keep, (B, T) of 0 and 1. Where it is
-            longer than the input, as in a decoding step, its last columns count. A callable
+            longer than the input, as in a decoding step, its last columns count. Activations lead with
+            (B, T): those that lead with (T, B) are refused unless T is B, where nothing tells. A callable
             `(module, args, kwargs)` makes such a mask itself, once per forward; None keeps every row. Encoder
             and decoder of a model of transformers that has both are told their own: "attention_mask" is
             each time that of the stack, and a callable is called for the model and for each of them. Which
@@ -99,7 +101,8 @@ def capture(
     targets = find_targets(model, sinks)
     run = Run(targets, roots(model), stacks(model), mask, share, stop_early)
     with ExitStack() as stack:
-        if is_compiled(model) or any(target.site.side == "cache" for target in targets.values()):
+        cached = any(target.site.side == "cache" for target in targets.values())
+        if cached or is_compiled(model) or has_graphs(_hooked_and_above(model, run)):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for root in run.roots:  # before the sites: a root that is a site is entered before it is fed
             stack.callback(root.register_forward_pre_hook(_Hook(run.enter), with_kwargs=True).remove)
@@ -128,6 +131,12 @@ def _attach(target: Target, run: Run, stack: ExitStack) -> None:
         stack.callback(tap.close)
         stack.callback(module.register_forward_pre_hook(_Hook(tap.open), with_kwargs=True).remove)
         stack.callback(module.register_forward_hook(_Hook(tap.closed), always_call=True).remove)
+
+
+def _hooked_and_above(model: nn.Module, run: Run) -> list[nn.Module]:
+    """The modules that are hooked, and all in the model that hold one of them."""
+    hooked = {*run.roots, *(target.module for target in run.targets.values())}
+    return [*run.roots, *(m for m in model.modules() if not hooked.isdisjoint(m.modules()))]
 
 
 class _Hook:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pca_torch._arguments import arguments_by_name
+from pca_torch._arguments import arguments_by_name, padding_of
 
 __all__ = ["FindMask", "Rows", "Tokens", "read_tokens"]
 
@@ -157,7 +157,11 @@ def read_tokens(
     """
     name = source if isinstance(source, str) else "mask"
     arguments, _ = arguments_by_name(module, args, kwargs)
-    mask = arguments.get(source) if isinstance(source, str) else source(module, args, kwargs)
+    mask = (
+        padding_of(arguments.get(source), arguments)
+        if isinstance(source, str)
+        else source(module, args, kwargs)
+    )
     if mask is None:
         return None
     remedy = "pass such a one, or make it with a callable as `mask`"

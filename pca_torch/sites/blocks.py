@@ -175,6 +175,6 @@ def _equal_lists(model: nn.Module) -> list[tuple[int, str]]:
     return [
         (len(module), name)
         for name, module in found.items()
-        if len({type(child) for child in module}) == 1
+        if len({type(bare(child)) for child in module}) == 1
         and not any(name.startswith(f"{other}.") for other in found)  # experts inside a block
     ]

@@ -49,14 +49,18 @@ def by_layout(take: Read) -> Read:
                 f"the {side} of {type(module).__name__} has shape {tuple(x.shape)}, which can be a map "
                 f"(B, C, ...) or end in its features; name the point ':{positions}' or ':{rows}'."
             )
-        return _positions(x, axes)
+        return _positions(x, axes) if axes else _tokens_first(x, args, kwargs)
 
     return read
 
 
 def as_rows(take: Read) -> Read:
     """The last axis holds the features, whatever the module is."""
-    return take
+
+    def read(module: nn.Module, args: Arguments, kwargs: Mapping[str, Any], output: Any) -> Tensor:
+        return _tokens_first(take(module, args, kwargs, output), args, kwargs)
+
+    return read
 
 
 def as_map(take: Read) -> Read:
@@ -116,9 +120,25 @@ def _heads_first(x: Tensor, given: Tensor, heads: int) -> bool:
     return given.stride(-3) < given.stride(-2)
 
 
+def _tokens_first(x: Tensor, args: Arguments, kwargs: Mapping[str, Any]) -> Tensor:
+    """(B, T, H, E) of what a norm inside attention makes of (B, H, T, E); other activations as they are.
+
+    Only memory tells the two apart, that of what was given: see `_heads_first`.
+    """
+    if x.ndim != 4:
+        return x
+    given = next((t for t in tensors((args, kwargs), depth=2) if t.shape[:3] == x.shape[:3]), x)
+    return x.transpose(1, 2) if given.stride(1) < given.stride(2) else x
+
+
 def _floating(value: object, what: str) -> Tensor:
     x = next((t for t in tensors(value, depth=2) if t.is_floating_point()), None)
     got = type(value).__name__
+    if x is not None and x.is_nested:
+        raise ValueError(
+            f"{what} must be a dense tensor, got a nested one; nn.TransformerEncoder makes none of "
+            "padded batches when built with enable_nested_tensor=False."
+        )
     if x is None:
         got = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else got
         raise ValueError(f"{what} must be or hold a floating tensor, got {got}; capture another module.")

@@ -1,5 +1,6 @@
 """Which rows are handed over, with what positions, and how often that is worked out."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,9 @@ from torch import nn
 
 from pca_torch.hooks import capture
 from pca_torch.hooks.masks import Rows
+from pca_torch.selection import TokenSelection
 from pca_torch.sites import Site, find_sites
+from tests.families import HEADS, LLAMA, decoder, tokens
 from tests.hooks.models import IDS, LEFT, Net, Recorder, hooks_on, seeded, tiny
 
 X = torch.randn(3, 5, 3, generator=torch.Generator().manual_seed(0))
@@ -73,6 +76,84 @@ def test_flat_activations_and_heads_have_the_place_of_their_token():
     assert torch.equal(heads.rows[0], X[keep].repeat_interleave(2, 0))
     assert flat.positions[0].tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0]
     assert heads.positions[0].tolist() == [p for p in flat.positions[0].tolist() for _ in range(2)]
+
+
+@pytest.mark.parametrize("length", [5, HEADS])
+@pytest.mark.parametrize("point", ["output", "rows", "input"])
+def test_norms_on_heads_keep_the_rows_of_their_tokens(point, length):
+    """They get (B, H, T, E): with as many tokens as heads, shapes do not tell these apart."""
+    model = decoder("PhiConfig", **LLAMA, qk_layernorm=True).build()
+    ids = tokens(2, length)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    sink, seen = Taker(), []
+    norm = model.model.layers[1].self_attn.q_layernorm
+    handle = norm.register_forward_hook(lambda m, args, out: seen.extend([args[0], out]))
+    with torch.no_grad(), capture(model, {f"model.layers.1.self_attn.q_layernorm:{point}": sink}):
+        model(ids, attention_mask=mask)
+    handle.remove()
+    x = seen[0 if point == "input" else 1]
+    assert x.shape == (2, HEADS, length, 8)
+    want = torch.cat([x[b, :, t] for b in range(2) for t in range(length) if mask[b, t]])
+    assert torch.equal(sink.rows[0], want)
+    places = [[t - 2 * (b == 0)] * HEADS for b in range(2) for t in range(length) if mask[b, t]]
+    assert sink.positions[0].tolist() == [place for token in places for place in token]
+
+
+@pytest.mark.parametrize("callable_mask", [False, True])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_cache_of_fixed_size_counts_the_rows_of_one_that_grows(llama, attention, callable_mask):
+    """`generate` then hands over a mask (B, 1, T, S) that says which places each token attends to."""
+    model = copy.deepcopy(llama)
+    model.set_attn_implementation(attention)
+    seen = {}
+    for cache in ("dynamic", "static"):
+        sink, mask = Taker(), TokenSelection(drop_first=1) if callable_mask else "attention_mask"
+        with torch.no_grad(), capture(model, {"model.layers.1": sink}, mask=mask):
+            made = model.generate(
+                IDS, attention_mask=LEFT, max_new_tokens=4, do_sample=False, cache_implementation=cache
+            )
+        places = [p.tolist() for p in sink.positions]
+        seen[cache] = torch.cat(sink.rows), places, made.tolist()
+    (rows, *facts), (want, *wanted_facts) = seen["static"], seen["dynamic"]
+    assert facts == wanted_facts
+    assert rows.shape == want.shape == (9 + 3 * 3 - 3 * callable_mask, 32)
+    # Places behind the last token weigh nothing, but sums over more terms may go in another order.
+    torch.testing.assert_close(rows, want)
+    assert not torch.allclose(rows, want.roll(1, 0), atol=1e-4)
+
+
+def test_layers_of_two_kinds_bring_a_mask_for_each():
+    kinds = ["sliding_attention", "full_attention"]
+    model = decoder("Gemma3TextConfig", **LLAMA, head_dim=8, sliding_window=4, layer_types=kinds).build()
+    ids = tokens(2, 5)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    counts = {}
+    for cache in ("dynamic", "static"):
+        sink = Taker()
+        with torch.no_grad(), capture(model, {"model.layers.1": sink}):
+            model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=3,
+                min_new_tokens=3,
+                do_sample=False,
+                cache_implementation=cache,
+            )
+        counts[cache] = [len(rows) for rows in sink.rows]
+    assert counts["static"] == counts["dynamic"] == [8, 2, 2]
+
+
+def test_other_masks_of_four_axes_are_refused(llama):
+    """Padding may attend to itself in them."""
+    mask = (torch.ones(5, 5).tril() * LEFT[:, None]).bool()[:, None]
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match=r"`attention_mask` must be a 2-D tensor .*\(3, 1, 5, 5\)"),
+        capture(llama, {"model.layers.1": Taker()}),
+    ):
+        llama(IDS, attention_mask=mask)
 
 
 def test_a_mask_that_knows_places_is_believed():

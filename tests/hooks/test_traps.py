@@ -123,6 +123,20 @@ def test_the_fast_path_of_an_encoder_layer_is_left(padded):
     assert len(sink.rows) == 6
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_are_refused():
+    layer = seeded(lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0))
+    net, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True).eval(), torch.randn(2, 3, 4)
+    padding = torch.tensor([[False] * 3, [False, False, True]])
+    for site, side in (("layers.0", "output"), ("layers.1:input", "input")):
+        with (
+            torch.no_grad(),
+            pytest.raises(ValueError, match=rf"the {side} must be .* nested .* enable_nested_tensor=False"),
+            capture(net, {site: Recorder()}, mask=None),
+        ):
+            net(x, src_key_padding_mask=padding)
+
+
 def test_a_forward_that_is_a_generator_is_refused():
     class Streams(nn.Module):
         def forward(self, x):

@@ -190,6 +190,11 @@ def compiled_layers(model):
     return model
 
 
+def compiled_last_layer(model):
+    model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
+    return model
+
+
 def checkpointed(model):
     for i, layer in enumerate(model.model.layers):
         model.model.layers[i] = checkpoint_wrapper(layer)
@@ -204,7 +209,7 @@ def adapted(model):
 @pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing`:FutureWarning"
 )  # between peft and transformers
-@pytest.mark.parametrize("wrap", [compiled, compiled_layers, checkpointed, adapted])
+@pytest.mark.parametrize("wrap", [compiled, compiled_layers, compiled_last_layer, checkpointed, adapted])
 def test_wrappers_do_not_show(wrap):
     words = ["resid", "resid_mid", "final", "attn", "attn_heads", "q", "k", "v", "mlp", "mlp_out"]
     bare = find_sites(build("llama")[0], words)
