@@ -44,12 +44,12 @@ class MergedStatistics(Mapping[str, Statistic]):
         self._sites = list(dict.fromkeys(site for file in files for site in file))
 
     def __getitem__(self, site: str) -> Statistic:
-        holders = [file for file in self.files if site in file]
-        if not holders:
+        if site not in self._sites:
             raise KeyError(site)
-        total: Any = holders[0][site]
-        for file in holders[1:]:
-            other: Any = file[site]
+        (first, name), *others = [(file, name) for file in self.files if (name := _held_as(site, file))]
+        total: Any = first[name]
+        for file, name in others:
+            other: Any = file[name]
             with naming(f"{file.path}: site {site!r}"):
                 total.merge(other)
             del other  # before the next one is read
@@ -67,7 +67,7 @@ class MergedStatistics(Mapping[str, Statistic]):
         Args:
             site: its name.
         """
-        return sum(file.n_samples(site) for file in self.files if site in file)
+        return sum(file.n_samples(name) for file in self.files if (name := _held_as(site, file)))
 
 
 def merge_statistics(
@@ -124,6 +124,19 @@ def _check_runs(files: Sequence[StatisticFile]) -> None:
             holders[run] = file
 
 
+def _held_as(site: str, file: StatisticFile) -> str | None:
+    """The name under which a file has a site: its own, or that of the one whose very tensors it saw."""
+    leader = _shared(file.metadata).get(site)
+    return site if site in file else leader if leader in file else None
+
+
+def _shared(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Leader by follower."""
+    found = metadata.get("shared")
+    pairs = found.items() if isinstance(found, dict) else ()
+    return {follower: leader for follower, leader in pairs if isinstance(leader, str)}
+
+
 def _check_sites(a: StatisticFile, b: StatisticFile) -> None:
     """Refuse files of different sites.
 
@@ -131,12 +144,13 @@ def _check_sites(a: StatisticFile, b: StatisticFile) -> None:
         ValueError: one has a site that the other lacks, or holds another kind of statistic there.
     """
     for one, other in ((a, b), (b, a)):
-        missing = one.keys() - other.keys() - {*_names(other.metadata, "empty")}
-        if missing:
+        empty = _names(other.metadata, "empty")
+        if missing := [site for site in one if _held_as(site, other) is None and site not in empty]:
             raise ValueError(f"{other.path.name} lacks site {min(missing)!r}; capture the same sites.")
     for site in a:
-        if site in b and a.kind(site) != b.kind(site):
-            kinds = " and ".join("/".join(filter(None, file.kind(site))) for file in (b, a))
+        name = _held_as(site, b)
+        if name is not None and a.kind(site) != b.kind(name):
+            kinds = " and ".join("/".join(filter(None, kind)) for kind in (b.kind(name), a.kind(site)))
             raise ValueError(f"site {site!r} holds {kinds}; capture it alike.")
 
 
@@ -162,6 +176,8 @@ def _together(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
         elif key == "sites":
             _same(_without_words(mine), _without_words(theirs), key)
             merged[key] = mine
+        elif key == "shared":
+            merged[key] = dict(_shared(a).items() & _shared(b).items())  # others have sums of their own
         elif key == "empty":
             merged[key] = [name for name in _names(a, key) if name in _names(b, key)]
         elif key == "merged":

@@ -295,3 +295,27 @@ def test_files_of_others_stay(local_model, ids, tmp_path):
     run(local_model, ids / "a.npy", keeping=keeping)
     keeping.clear()
     assert [path.name for path in tmp_path.iterdir()] == [mine.name]
+
+
+def test_passes_and_a_single_pass_merge_though_they_share_other_sites(local_model, ids, tmp_path):
+    sites = ["resid", "final"]  # the last block's output is what the final norm gets
+    files = [tmp_path / f"{name}.safetensors" for name in "abc"]
+    for file, name, budget in (
+        (files[0], "a", None),
+        (files[1], "b", small_budget(local_model, ids, sites)),
+        (files[2], "all", None),
+    ):
+        reading = pipeline.Reading(tokens=ids / f"{name}.npy", max_tokens=10**6)
+        keeping = pipeline.Keeping(tmp_path / name, file)
+        pipeline.run(str(local_model), reading, sites=sites, batch_size=2, budget=budget, keeping=keeping)
+    assert load_statistics(files[0]).keys() < load_statistics(files[1]).keys()
+    for order in (files[:2], files[1::-1]):
+        merged, whole = pt.merge_statistics(order), load_statistics(files[2])
+        assert merged.keys() == load_statistics(files[1]).keys()
+        for name in merged:
+            leader = whole.metadata["shared"].get(name, name)
+            sums = [part.result()[0] for part in (merged[name], whole[leader])]
+            assert sums[0].n_samples == sums[1].n_samples == merged.n_samples(name)
+            bound = sum(part.scatter_error() for part in sums) / (sums[0].n_samples - 1)
+            off = torch.linalg.matrix_norm(sums[0].covariance() - sums[1].covariance(), 2)
+            assert off <= bound
