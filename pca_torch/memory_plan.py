@@ -278,7 +278,10 @@ def _refusal(whole: MemoryPlan, passes: Sequence[tuple[str, ...]] | None, availa
     if on_cpu is not None:
         choices.append(f"keep them on the CPU (`--statistics-on cpu`, {size_text(on_cpu)} there)")
     largest = max(whole.sites.values(), key=lambda site: _peak([site]))
-    choices.append(f"capture fewer sites (the largest takes {size_text(_peak([largest]))} alone)")
+    if len(whole.sites) > 1:
+        choices.append(f"capture fewer sites (the largest takes {size_text(_peak([largest]))} alone)")
+    if not choices:
+        choices.append("allow as much")
     return f"the statistics of {_sites(len(whole.sites))} need {what}; " + ", or ".join(choices) + "."
 
 

@@ -151,18 +151,13 @@ def report(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a report again, or make one from a statistic file.
-
-    Raises:
-        ValueError: `--out` is given for a report.
-    """
+    """Show a report again, or make one from a statistic file."""
     from pca_torch import pipeline
     from pca_torch._safetensors import is_safetensors
     from pca_torch.report import read_report
 
     if not is_safetensors(source):
-        if out is not None:
-            raise ValueError(f"`--out` is for statistic files, {source} is a report; leave it out.")
+        _refuse(out, source)
         show(read_report(source / "report.json" if source.is_dir() else source), as_json, [])
         return
     if out is not None:
@@ -173,6 +168,16 @@ def report(
 
 def _say(lines: list[str]) -> None:
     print(*lines, sep="\n", file=sys.stderr)
+
+
+def _refuse(out: Path | None, source: Path) -> None:
+    """Nothing is written of a report that is there.
+
+    Raises:
+        ValueError: it is asked for.
+    """
+    if out is not None:
+        raise ValueError(f"`--out` is for statistic files, {source} is a report; leave it out.")
 
 
 def _finish(keeping: Any, summary: dict[str, Any], results: Any, view: View, as_json: bool) -> None:

@@ -55,7 +55,8 @@ class Run:
     ) -> None:
         if not (source is None or isinstance(source, str) or callable(source)):
             raise TypeError(
-                f"`mask` must be an argument's name, a callable or None, got {type(source).__name__}."
+                f"`mask` must be an argument's name, a callable or None, got {type(source).__name__}; a "
+                "`TokenSelection` is one that leaves out more than padding."
             )
         self.targets = targets
         self.roots = [*roots, *stacks]

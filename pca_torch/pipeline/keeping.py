@@ -61,6 +61,8 @@ class Keeping:
         Args:
             fingerprint: what decides its result, in JSON types.
         """
+        if self.resume and self.folder is not None and not self._left():
+            warnings.warn(f"{self.folder} holds no checkpoint to resume; starting anew", stacklevel=2)
         if self._left() and not self.resume:
             warnings.warn(
                 f"{self.folder} held the checkpoint of an unfinished run, which is removed; `--resume` "

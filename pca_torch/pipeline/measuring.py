@@ -53,6 +53,7 @@ def measure(
 
     Raises:
         ValueError: no batch, or a site refused its rows.
+        TypeError: a batch is neither.
     """
     body, seen = _body(model, sinks), 0
     extras = {"use_cache": False} if "use_cache" in inspect.signature(body.forward).parameters else {}
@@ -60,6 +61,11 @@ def measure(
     hooked = capture(model, sinks, mask=selection, share=shared or True, stop_early=stop)
     with _evaluating(model), torch.no_grad(), hooked as captured:
         for batch in batches:
+            if not isinstance(batch, (Mapping, Tensor)):
+                raise TypeError(
+                    f"`batches` must hold mappings of arguments or tensors, got {type(batch).__name__}; "
+                    "take what the model reads out of it."
+                )
             if isinstance(batch, Mapping):
                 captured.run(body, **{**extras, **selection.split(batch, body)})
             else:

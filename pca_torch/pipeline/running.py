@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -80,6 +81,12 @@ def run(
         announce(plan.lines())
     about = job.about(sites, plan)
     counted = job.count(plan, budget, keeping.begin(job.fingerprint()), about, progress)
+    if drop_special and not counted.excluded.get("special"):
+        warnings.warn(
+            "`drop_special` left nothing out: the tokens hold no special ones. Where sequences begin with an "
+            "ordinary token, `drop_first` leaves that out.",
+            stacklevel=2,
+        )
     return counted.summary(about), counted.reports
 
 
