@@ -26,6 +26,9 @@ class Listener(Protocol):
         ...
 
 
+# Without the operator a graph breaks in two, and messages are handed over in between, by what is put here
+# then: `torch.compiler.disable` imports the compiler.
+_OUTSIDE: dict[str, Any] = {}
 _LISTENERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
@@ -42,10 +45,14 @@ def register(listener: Listener) -> int:
     return number
 
 
-@torch.compiler.assume_constant_result  # while a graph is traced, this runs as it is, not as a part of it
 def _has_operator() -> bool:
     """Whether there is an operator that carries tensors out of a graph."""
     return _define_operator()
+
+
+# While a graph is traced, it runs as it is, not as a part of that: `torch.compiler.assume_constant_result`
+# says the same and imports the compiler to do so, which costs an import of this package a second.
+_has_operator._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @cache
@@ -63,6 +70,7 @@ def _define_operator() -> bool:
 
         effect = _EffectType.ORDERED
     except (ImportError, AttributeError):
+        _OUTSIDE["receive"] = torch.compiler.disable(_receive)
         return False
     operator = torch.library.custom_op(
         "pca_torch::tap",
@@ -91,10 +99,6 @@ def _receive(tensors: list[Tensor], names: str, listener: int, place: int) -> No
     target.receive(tensors, names, place)
 
 
-# Without the operator a graph breaks in two, and messages are handed over in between.
-_receive_outside: Any = torch.compiler.disable(_receive)
-
-
 def send(tensors: list[Tensor], names: str, listener: int, place: int) -> None:
     """Send tensors out of a graph while it is traced; where PyTorch has no operators with effects, break it.
 
@@ -107,7 +111,7 @@ def send(tensors: list[Tensor], names: str, listener: int, place: int) -> None:
     if _has_operator():
         torch.ops.pca_torch.tap(tensors or [torch.empty(0)], names, listener, place)
     else:
-        _receive_outside(tensors, names, listener, place)
+        _OUTSIDE["receive"](tensors, names, listener, place)
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], str]:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import pca_torch as pt
-from pca_torch import moments, solvers
+from pca_torch import row_stream, solvers
 from pca_torch.solvers import choice
 from tests.support import samples, truth
 
@@ -91,7 +91,7 @@ def test_components_below_the_floor_are_looked_for_again(source, tmp_path):
 @pytest.mark.usefixtures("large")
 def test_float32_products_give_way_to_float64_and_those_to_the_samples(monkeypatch):
     monkeypatch.setattr(
-        moments,
+        row_stream,
         "product_dtype",
         lambda dtype, device, precision="auto": F32 if precision != "float64" else F64,
     )
