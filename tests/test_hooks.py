@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from pca_torch.hooks import canonical_name, capture, match_sites
 from tests.cases.reported import compare
+from tests.hooks.models import tiny
 from tests.support import reported_case
 
 LEFT = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
@@ -74,20 +74,7 @@ class Holder(nn.Module):
 
 @pytest.fixture(scope="module")
 def llama():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny()
 
 
 @pytest.fixture

@@ -9,10 +9,11 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
 from pca_torch.hooks import capture
 from pca_torch.selection import REASONS, TokenSelection, special_ids_of
+from tests.hooks.models import tiny
 from tests.tiny_model import tiny_tokenizer
 
 PARAMETERS = inspect.signature(LlamaForCausalLM.forward).parameters
@@ -70,20 +71,7 @@ def even(ids, places):
 
 @pytest.fixture(scope="module")
 def llama():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny()
 
 
 # ---------------------------------------------------------------- against a loop over tokens
