@@ -2,7 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from pca_torch import kappa, kv, lora, spectrum, subspace
+from pca_torch import kappa, kv, lora, monitor, spectrum, subspace
 from pca_torch.activation_writer import ActivationWriter
 from pca_torch.checkpoint import Checkpoint
 from pca_torch.comparison import compare, open_side
@@ -15,6 +15,7 @@ from pca_torch.heads import HeadsReport, decompose_heads
 from pca_torch.hooks import capture
 from pca_torch.memory_plan import plan_memory
 from pca_torch.moments import Moments
+from pca_torch.monitor import SpectrumMonitor
 from pca_torch.pipeline import Keeping, analyse
 from pca_torch.result import Certificate, ExtremeRows, PCAResult, SiteReport
 from pca_torch.rfactor import RFactor
@@ -44,6 +45,7 @@ __all__ = [
     "SafetensorsSource",
     "Site",
     "SiteReport",
+    "SpectrumMonitor",
     "TokenSelection",
     "TokenViews",
     "TorchSource",
@@ -65,6 +67,7 @@ __all__ = [
     "lora",
     "match_sites",
     "merge_statistics",
+    "monitor",
     "open_side",
     "open_sources",
     "plan_memory",

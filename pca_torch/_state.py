@@ -165,10 +165,17 @@ class State:
         Args:
             name: of the part.
         """
+        return self.tensors(name), self.fact(name, "an object", lambda value: isinstance(value, dict))
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """The tensors of a part alone.
+
+        Args:
+            name: of the part.
+        """
         start = f"{name}."
         mine = [key for key in self._tensors if key.startswith(start)]
-        tensors = {key.removeprefix(start): self._tensors.pop(key) for key in mine}
-        return tensors, self.fact(name, "an object", lambda value: isinstance(value, dict))
+        return {key.removeprefix(start): self._tensors.pop(key) for key in mine}
 
     def done(self) -> None:
         """Refuse what is left over.

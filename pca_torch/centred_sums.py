@@ -21,6 +21,8 @@ U64 = unit_roundoff(torch.float64)
 PROBES = 8  # columns that measure the rounding of float32 products
 PROBE_SAFETY = 4.0  # eight signs estimate ‖E‖_F to about a third; E is judged by four times that
 FAR = 4.0  # rows this many medians from the mean are summed apart in float64
+WEIGHTS = "weight", "weight_sq"  # both are n, unless rows came with weights or were discounted
+FAINT = 1e-100  # Σw does not sink below it: nothing beside rows of any weight allowed, and its square exists
 
 
 class CentredSums(ABC):
@@ -33,7 +35,7 @@ class CentredSums(ABC):
     """
 
     _axes: ClassVar[int]  # length of `shape`
-    _counts: ClassVar[tuple[str, ...]]  # the facts of a saved one, beside its dtype
+    _counts: ClassVar[tuple[str, ...]]  # the facts of a saved one, beside its dtype, and WEIGHTS if not n
 
     def __init__(self, shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
         d = shape[-1]
@@ -127,6 +129,27 @@ class CentredSums(ABC):
         if self.measured:
             probe = other._probe.to(device) if other.measured else other.matrix.to(device) @ self._signs
             self._probe += probe
+        self.torn = False
+
+    def discount(self, factor: float) -> None:
+        """Let every row so far weigh `factor` times as much.
+
+        The rounding of each product is one more in the chain behind an entry, and one more that the next
+        shift of the mean, whose share comes from the weights, may be off by.
+
+        Args:
+            factor: above 0, at most 1. Where Σw would sink below 1e-100 it stays there.
+        """
+        if factor == 1 or self.n == 0:
+            return
+        factor = min(1.0, max(factor, FAINT / self.weight))
+        self.torn = True
+        self.weight *= factor
+        self.weight_sq *= factor * factor
+        self.depth += 1
+        self.merges += 1
+        for sums in (self._between, self._slip, self._upper, self._probe):
+            sums *= factor
         self.torn = False
 
     @abstractmethod
@@ -229,8 +252,11 @@ class CentredSums(ABC):
         tensors = {"mean": self.mean, "between": self._between, "slip": self._slip, "scatter": self._packed()}
         if self.measured:
             tensors |= {"signs": self._signs, "probe": self._probe}
+        counts = self._counts
+        if not self.weight == self.weight_sq == self.n:
+            counts = dict.fromkeys(counts + WEIGHTS)  # each once
         facts = {"dtype": dtype_name(self.dtype)}
-        return tensors, facts | {name: getattr(self, name) for name in self._counts}
+        return tensors, facts | {name: getattr(self, name) for name in counts}
 
     @classmethod
     def from_state(cls, tensors: Mapping[str, Tensor], facts: Any) -> Self:
@@ -253,8 +279,9 @@ class CentredSums(ABC):
         sums.mean = mean
         sums.n, sums.depth, sums.merges = (state.count(name) for name in ("n", "depth", "merges"))
         sums.weight = sums.weight_sq = float(sums.n)
-        for name in {"weight", "weight_sq"} & {*cls._counts}:
-            setattr(sums, name, state.number(name, most=LARGEST**2))
+        for name in WEIGHTS:
+            if name in cls._counts or state.has(name):
+                setattr(sums, name, state.number(name, most=LARGEST**2))
         sums._between = state.tensor("between", shape, least=0)
         sums._slip = state.tensor("slip", shape, least=0)
         if sums.measured or state.has("signs"):

@@ -14,11 +14,12 @@ from pca_torch.commands.compare import compare
 from pca_torch.commands.export import export
 from pca_torch.commands.kappa import kappa
 from pca_torch.commands.merge import merge
+from pca_torch.commands.monitor import monitor
 from pca_torch.commands.sites import sites
 
 __all__ = ["app", "main"]
 
-SPREAD = {"--text", "--sites"}  # options that take all values up to the next option
+SPREAD = {"--text", "--sites", "--metrics"}  # options that take all values up to the next option
 app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -26,7 +27,7 @@ app = typer.Typer(
     help="How many dimensions the layers of a model use, and which ones.",
 )
 
-for command in (run, sites, fit, report, merge, export, compare, kappa):
+for command in (run, sites, fit, report, merge, export, compare, kappa, monitor):
     app.command()(command)
 
 

@@ -23,7 +23,7 @@ class HeadScatter(CentredSums):
     """
 
     _axes = 2
-    _counts = ("n", "depth", "merges")  # the weights are n: `HeadMoments` takes none
+    _counts = ("n", "depth", "merges")  # the weights are n, unless rows were discounted
 
     @property
     def matrix(self) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from pca_torch._checks import check_choice
+from pca_torch._extras import require
 
 __all__ = ["EMBEDDED", "LanguageModel", "load_model"]
 
@@ -280,15 +280,12 @@ def _gguf_read_once() -> Generator[None]:
 
 
 def _need(module: str) -> Any:
-    """An optional dependency.
+    """What reads language models, an optional dependency.
 
     Raises:
         ImportError: it is not installed.
     """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(f'language models need {module}; run `pip install "pca-torch[hf]"`.') from error
+    return require(module, "hf", "a language model")
 
 
 def _line(error: Exception) -> str:

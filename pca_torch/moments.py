@@ -64,12 +64,6 @@ class Moments(RowStream[Scatter]):
         """Σw; the number of rows where no weights came."""
         return self._total().weight
 
-    @property
-    def n_effective(self) -> float:
-        """(Σw)² / Σw², Kish's effective number of rows."""
-        total = self._total()
-        return total.weight**2 / total.weight_sq if total.weight_sq else 0.0
-
     def covariance(self, ddof: float = 1) -> Tensor:
         """(D, D) float64 covariance with divisor Σw - ddof·Σw²/Σw.
 

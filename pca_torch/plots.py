@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from pca_torch._figures import new_figure
 from pca_torch._files import replacing
 from pca_torch._labels import CENTRINGS, clip, describe, short_names
 from pca_torch.head_rows import KINDS, STATES, by_kind, rows_of
@@ -41,15 +42,9 @@ def plot_spectra(report: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('plots need matplotlib: pip install "pca-torch[plot]"') from error
     sites, heads = report["sites"], report["heads"]
     tall = len(CENTRINGS) * HEAD_ROW if heads else 0.0
-    figure = Figure(figsize=(13, (SITE_ROW if sites else 0.6) + tall), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
+    figure = new_figure((13, (SITE_ROW if sites else 0.6) + tall))
     heights = [height for height, shown in ((SITE_ROW, sites), (tall, heads)) if shown]
     parts: Any = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     if sites:
@@ -58,7 +53,7 @@ def plot_spectra(report: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
         _draw_heads(parts[-1], heads)
     figure.suptitle(" · ".join(_label(phrase, LONGEST_TITLE) for phrase in describe(report)), fontsize=13)
     with replacing(path) as draft:
-        canvas.print_figure(draft, format="png", dpi=150)
+        figure.canvas.print_figure(draft, format="png", dpi=150)
 
 
 def _draw_sites(figure: Any, sites: Mapping[str, Any]) -> None:

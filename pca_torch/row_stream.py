@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 import torch
 from torch import Tensor
 
-from pca_torch._checks import check_choice, divisor_of, require_square
+from pca_torch._checks import check_choice, check_number, divisor_of, require_square
 from pca_torch._state import Saved, State, prefixed
 from pca_torch.centred_sums import CentredSums
 from pca_torch.intake import BUFFER_ROWS, UNCOUNTED, Intake, by_parts, chunk_rows
@@ -66,6 +66,12 @@ class RowStream(ABC, Generic[S]):
     def n_samples(self) -> int:
         """Rows counted so far."""
         return sum(s.n for s in self._sums) + len(self._intake)
+
+    @property
+    def n_effective(self) -> float:
+        """(Σw)² / Σw², Kish's effective number of rows; N where all weigh the same."""
+        total = self._total()
+        return total.weight**2 / total.weight_sq if total.weight_sq else 0.0
 
     @property
     def n_dropped(self) -> int:
@@ -149,6 +155,32 @@ class RowStream(ABC, Generic[S]):
             if other.product_dtype == torch.float32:  # the sums are as exact as the coarser of the two
                 self.product_dtype = torch.float32
             self._torn = False
+        return self
+
+    def discount(self, factor: float) -> Self:
+        """Let every row counted so far weigh `factor` times as much: `m.discount(0.9).merge(new)`.
+
+        Repeated, that is an exponentially weighted statistic. `n_samples` goes on counting all rows,
+        `n_effective` says what they come to.
+
+        Args:
+            factor: above 0, at most 1.
+
+        Returns:
+            `self`.
+
+        Raises:
+            ValueError: `factor` is out of range.
+            RuntimeError: an interrupt left rows counted in part.
+        """
+        fits = isinstance(factor, (int, float)) and not isinstance(factor, bool) and 0 < factor <= 1
+        check_number(factor, "factor", "a number above 0, at most 1", fits)
+        self.flush()  # rows that wait have no weight yet
+        self._check_whole()
+        self._torn = True  # until all groups are discounted
+        for sums in self._sums:
+            sums.discount(float(factor))
+        self._torn = False
         return self
 
     def flush(self) -> None:

@@ -103,14 +103,29 @@ class TokenSelection:
         Raises:
             ValueError: what is taken out is no tensor.
         """
+        taken = self._keys_of(model) - parameters(model)
+        self.tell({key: value for key, value in batch.items() if key in taken}, model)
+        return {key: value for key, value in batch.items() if key not in taken}
+
+    def tell(self, batch: Mapping[str, Any], model: nn.Module) -> None:
+        """Keep roles, mask and labels of a batch for the next forward, which may be given them or not.
+
+        Args:
+            batch: by name; what is not about tokens is left alone.
+            model: the module that will be called.
+
+        Raises:
+            ValueError: what is kept is no tensor.
+        """
         self._has_stacks = bool(stacks(model))
-        keys = self._keys("") | (self._keys(DECODER) if self._has_stacks else set())
-        taken = keys - parameters(model)
-        self._beside = {key: batch[key] for key in taken if batch.get(key) is not None}
+        self._beside = {key: batch[key] for key in self._keys_of(model) if batch.get(key) is not None}
         for key, value in self._beside.items():
             if not isinstance(value, Tensor):
                 raise ValueError(f"`{key}` must be a tensor (B, T), got {type(value).__name__}; make it one.")
-        return {key: value for key, value in batch.items() if key not in taken}
+
+    def _keys_of(self, model: nn.Module) -> set[str]:
+        """What a batch for `model` may say of each token, by name."""
+        return self._keys("") | (self._keys(DECODER) if stacks(model) else set())
 
     @property
     def counts(self) -> dict[str, int]:

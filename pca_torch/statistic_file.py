@@ -34,14 +34,12 @@ from pca_torch._safetensors import (
 from pca_torch._state import Saved
 from pca_torch.head_moments import HeadMoments
 from pca_torch.moments import Moments
+from pca_torch.statistic_kinds import Statistic, rebuilt
 from pca_torch.tokens import TokenViews
 
 __all__ = ["STATISTICS", "Statistic", "StatisticFile", "load_statistics", "save_statistics", "write_file"]
 
-Statistic = TokenViews[Any] | Moments | HeadMoments
-
 STATISTICS = Format("pca_torch_statistics", "1", "statistic")
-KINDS = {"moments": Moments.from_state, "head_moments": HeadMoments.from_state}  # a new one: one row
 
 
 class StatisticFile(Mapping[str, Statistic]):
@@ -88,7 +86,7 @@ class StatisticFile(Mapping[str, Statistic]):
             tensors = {name: read_tensor(file, entry) for name, entry in self._tensors[site].items()}
             with naming(f"site {site!r}"):
                 placed = {name: tensor.to(_available(device)) for name, tensor in tensors.items()}
-                statistic = _rebuilt(placed, facts["state"])
+                statistic = rebuilt(placed, facts["state"])
                 n, told = statistic.n_samples, facts["n_samples"]
                 if n != told:
                     raise ValueError(f"`n_samples` must be {n}, the rows counted, got {told}.")
@@ -232,24 +230,6 @@ def _digest(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> str:
         found.update(name.encode())
         found.update(as_bytes(tensors[name]))
     return found.hexdigest()[:32]
-
-
-def _rebuilt(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Statistic:
-    if facts.get("kind") == "views":
-        return TokenViews.from_state(tensors, facts, _inner)
-    return _inner(tensors, facts)
-
-
-def _inner(tensors: Mapping[str, Tensor], facts: Any) -> Moments | HeadMoments:
-    """A statistic that is not one of statistics.
-
-    Raises:
-        ValueError: there is no such kind.
-    """
-    kind = facts.get("kind") if isinstance(facts, dict) else None
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise ValueError(f"`kind` must be one of views, {', '.join(KINDS)}, got {kind!r:.80}.")
-    return KINDS[kind](tensors, facts)
 
 
 def _by_site(entries: Mapping[str, Entry]) -> dict[str, dict[str, Entry]]:

@@ -23,27 +23,53 @@ FLOORS = {
         "commands.export",
         "commands.kappa",
         "commands.merge",
+        "commands.monitor",
         "models",
         "pipeline.counting",
         "pipeline.files",
     ],
-    20: ["commands.common", "comparison", "estimator", "kappa", "kv", "pipeline.outputs", "pipeline.reports"],
-    19: ["kappa.picture", "kappa.text", "report", "solvers"],
+    20: [
+        "commands.common",
+        "comparison",
+        "estimator",
+        "kappa",
+        "kv",
+        "monitor",
+        "pipeline.outputs",
+        "pipeline.reports",
+    ],
+    19: [
+        "kappa.picture",
+        "kappa.text",
+        "monitor.lightning_callback",
+        "monitor.trainer_callback",
+        "report",
+        "solvers",
+    ],
     # solvers know no model
-    18: ["head_report", "kappa.routes", "solvers.choice"],
-    17: ["heads", "kappa.squared", "pipeline.keeping", "solvers.krylov"],
+    18: ["head_report", "kappa.routes", "monitor.core", "pipeline.keeping", "solvers.choice"],
+    17: ["checkpoint", "heads", "kappa.squared", "monitor.track", "solvers.krylov", "statistic_merge"],
     16: [
-        "checkpoint",
+        "distributed",
         "formed",
         "kappa.shifts",
         "lora",
+        "monitor.window",
         "pipeline.measuring",
         "pipeline.planning",
         "solvers.covariance",
         "solvers.randomized",
-        "statistic_merge",
+        "statistic_file",
     ],
-    15: ["conversion", "narrow", "operators", "site_statistic", "solvers.full", "statistic_file", "subspace"],
+    15: [
+        "conversion",
+        "narrow",
+        "operators",
+        "site_statistic",
+        "solvers.full",
+        "statistic_kinds",
+        "subspace",
+    ],
     14: ["head_moments", "operators.dense", "subspace.energy"],
     13: ["moments", "solvers.tsqr"],
     # statistics know no solver
@@ -57,15 +83,34 @@ FLOORS = {
     6: [
         "complement",
         "hooks.targets",
+        "monitor.heat_map",
+        "monitor.picture",
         "operators.disk",
         "operators.rows",
         "operators.sparse",
         "selection",
         "sites.describe",
     ],
-    5: ["operators.columns", "ritz", "sites"],
-    4: ["bounds", "export", "sites.shortcuts", "solvers.batched", "sources"],
-    3: ["jacobi", "layout", "sites.attention", "sources.pt", "spectrum", "subspace.spans", "table"],
+    5: ["monitor.metrics", "monitor.panels", "monitor.table", "operators.columns", "ritz", "sites"],
+    4: [
+        "bounds",
+        "export",
+        "monitor.drift",
+        "monitor.history",
+        "sites.shortcuts",
+        "solvers.batched",
+        "sources",
+    ],
+    3: [
+        "jacobi",
+        "layout",
+        "monitor.log_file",
+        "sites.attention",
+        "sources.pt",
+        "spectrum",
+        "subspace.spans",
+        "table",
+    ],
     2: [
         "activation_writer",
         "centred_sums",
@@ -73,6 +118,10 @@ FLOORS = {
         "head_table",
         "held_rows",
         "hooks.sinks",
+        "monitor.log_lines",
+        "monitor.state",
+        "monitor.tensorboard_sink",
+        "monitor.wandb_sink",
         "norm_histogram",
         "plots",
         "problem",
@@ -85,6 +134,7 @@ FLOORS = {
         "svd",
     ],
     1: [
+        "_figures",
         "_safetensors",
         "_state",
         "eigen",
@@ -93,6 +143,11 @@ FLOORS = {
         "hooks.cache_tap",
         "hooks.masks",
         "linalg",
+        "monitor.alarms",
+        "monitor.histogram",
+        "monitor.outlet",
+        "monitor.schedule",
+        "monitor.series",
         "precision",
         "report_schema",
         "sites.tree",
@@ -105,6 +160,7 @@ FLOORS = {
         "_arguments",
         "_checks",
         "_dtypes",
+        "_extras",
         "_files",
         "_labels",
         "basis",
@@ -112,6 +168,7 @@ FLOORS = {
         "hooks.compiled",
         "hooks.tensors",
         "kappa.truth",
+        "monitor.record",
         "sites.names",
         "sites.site",
         "threads",
@@ -129,7 +186,12 @@ OPTIONAL = {
     "sklearn",
     "peft",
     "mpmath",
+    "lightning",
+    "pytorch_lightning",
+    "tensorboard",
+    "wandb",
 }
+CALLBACKS = {"monitor.lightning_callback", "monitor.trainer_callback"}  # are classes of a trainer's class
 TOP_LEVEL = {"pca_torch", "tests", "bench", "scripts", "README.md", "pyproject.toml", "LICENSE"}
 FILE_LINES = 300
 FUNCTION_LINES = 60
@@ -191,7 +253,7 @@ def violations(source, module, package=PACKAGE):
                 found.append(f"{module} ({FLOOR[module]}) imports {to} ({FLOOR[to]}): {ast.unparse(node)}")
     for node in run_on_import(tree):
         for name in imported(node, package):
-            if name.split(".")[0] in OPTIONAL:
+            if target(name) in CALLBACKS or (name.split(".")[0] in OPTIONAL and module not in CALLBACKS):
                 found.append(f"{module} imports the optional {name} when it is imported, line {node.lineno}")
     return found
 

@@ -116,7 +116,7 @@ def test_kappa_without_matplotlib_writes_the_numbers(tmp_path, monkeypatch, caps
     assert not stopped.value.code
     shown = capsys.readouterr()
     assert shown.out.rstrip().endswith("kappa.json")
-    assert "kappa.png is not written: plots need matplotlib" in shown.err
+    assert "kappa.png is not written: a picture needs matplotlib" in shown.err
     assert [path.name for path in tmp_path.iterdir()] == ["kappa.json"]
 
 

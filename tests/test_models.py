@@ -399,5 +399,5 @@ def test_a_missing_dependency_is_an_install_line(folder, tmp_path, monkeypatch):
     ):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, module, None)
-            with pytest.raises(ImportError, match=rf'need {module}; run `pip install "pca-torch\[hf\]"`'):
+            with pytest.raises(ImportError, match=rf'needs {module}: pip install "pca-torch\[hf\]"'):
                 load_model(str(name))

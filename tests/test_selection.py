@@ -662,3 +662,15 @@ def test_compiled_with_hooks_it_counts_each_call(llama):
     keep = [(0, 4), (1, 2), (1, 3), (1, 4)]
     assert torch.equal(torch.cat(rows), torch.stack([out[b, t] for b, t in keep] * 2))
     assert selection.counts == counted(padding=12, special=4, first=6, kept=8)
+
+
+def test_what_is_told_holds_for_one_forward_whether_it_is_given_that_or_not():
+    labels = torch.tensor([[-100, 5, 6]])
+    for model in (Labelled(), Model()):
+        selection = TokenSelection(labels=True)
+        selection.tell({"labels": labels, "other": [1]}, model)
+        kwargs = {"input_ids": torch.tensor([[4, 5, 6]])}
+        assert selection(model, (), kwargs).tolist() == [[False, True, True]]
+        assert selection(model, (), kwargs).tolist() == [[True, True, True]]
+        with pytest.raises(ValueError, match="`labels` must be a tensor"):
+            selection.tell({"labels": [1, 2]}, model)

@@ -1,15 +1,16 @@
 """Spectrum functions against hand-worked spectra and float64 numpy."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from pca_torch import spectrum
+from pca_torch import decompose, spectrum
 from tests.cases.reported import compare
 from tests.reports import result
-from tests.support import GOLDEN, reported_case
+from tests.support import GOLDEN, reported_case, samples, truth
 
 FUNCTIONS = [
     spectrum.participation_ratio,
@@ -17,7 +18,10 @@ FUNCTIONS = [
     spectrum.entropy_rank,
     spectrum.stable_rank,
     spectrum.top_share,
+    spectrum.nesum,
+    spectrum.condition,
 ]
+EPS = np.finfo(float).eps
 
 
 def entropy_power(p):
@@ -56,7 +60,8 @@ def test_zero_total_gives_zeros_everywhere():
         assert not spectrum.ratio(given).any()
         assert not spectrum.cumulative(given).any()
         assert [spectrum.rank(given, share) for share in (0.5, 0.99, 1)] == [0, 0, 0]
-        assert [f(given) for f in FUNCTIONS] == [0.0] * 5
+        assert [f(given) for f in FUNCTIONS] == [0.0] * len(FUNCTIONS)
+    assert spectrum.rankme([0.0, 0.0, 0.0]) == spectrum.rankme([]) == 0
 
 
 # ---------------------------------------------------------------- rank
@@ -212,6 +217,98 @@ def test_top_share_and_stable_rank_need_the_total_only():
     assert spectrum.stable_rank(truncated) == pytest.approx(10 / 5, rel=1e-15)
 
 
+# ---------------------------------------------------------------- by their publications
+
+
+def test_the_hand_worked_singular_values_4_3_2_1():
+    """σ = 4, 3, 2, 1: λ = 16, 9, 4, 1, Σσ = 10, Σλ = 30, Σλ² = 354.
+
+    σ/Σσ = 4/10 … 1/10, whose entropy is ln 10 - (4 ln 4 + 3 ln 3 + 2 ln 2)/10; λ/Σλ = 16/30 … 1/30, whose
+    entropy is ln 30 - (16 ln 16 + 9 ln 9 + 4 ln 4)/30.
+    """
+    v = [16.0, 9.0, 4.0, 1.0]
+    of_sigma = 10 / (4**0.4 * 3**0.3 * 2**0.2)
+    of_lambda = 30 / (16 ** (16 / 30) * 9 ** (9 / 30) * 4 ** (4 / 30))
+    assert spectrum.effective_rank(v) == pytest.approx(of_sigma, rel=1e-14)
+    assert spectrum.rankme(v, eps=0) == pytest.approx(of_sigma, rel=1e-14)
+    assert spectrum.entropy_rank(v) == pytest.approx(of_lambda, rel=1e-14)
+    assert spectrum.participation_ratio(v) == pytest.approx(900 / 354, rel=1e-14)
+    assert spectrum.stable_rank(v) == pytest.approx(30 / 16, rel=1e-14)
+    assert spectrum.nesum(v) == pytest.approx(30 / 16, rel=1e-14)
+    assert spectrum.condition(v) == pytest.approx(4, rel=1e-14)
+    assert of_sigma - of_lambda > 0.6  # variances in place of singular values are another number
+
+
+def test_rankme_adds_eps_to_every_share_the_zero_ones_too():
+    """σ = 3, 1, 0: -Σ p ln p with p = 3/4 + eps, 1/4 + eps, eps."""
+    eps = 1e-3
+    want = math.exp(-sum(p * math.log(p) for p in (0.75 + eps, 0.25 + eps, eps)))
+    assert spectrum.rankme([9.0, 1.0, 0.0], eps) == pytest.approx(want, rel=1e-14)
+    uncentred = replace(result([9.0, 1.0], n=50, d=3, floor=1e-9), centred=False)
+    assert spectrum.rankme(uncentred, eps) == pytest.approx(want, rel=1e-14)  # the third was not computed
+    assert spectrum.rankme([9.0, 1.0], eps) < want - eps
+    assert spectrum.rankme([9.0, 1.0, 0.0]) == pytest.approx(
+        math.exp(-sum(p * math.log(p) for p in (0.75 + 1e-7, 0.25 + 1e-7, 1e-7))), rel=1e-14
+    )
+
+
+@pytest.mark.parametrize(("n", "d"), [(60, 12), (9, 12)], ids=["tall", "wide"])
+def test_rankme_and_stable_rank_are_of_the_samples_as_they_are(n, d):
+    x = samples(n, d, offset=3.0)
+    sigma = np.linalg.svd(x.numpy(), compute_uv=False)
+    shares = sigma / sigma.sum() + 1e-7
+    wanted = {
+        spectrum.rankme: math.exp(-(shares * np.log(shares)).sum()),
+        spectrum.stable_rank: np.linalg.norm(x) ** 2 / np.linalg.norm(x, 2) ** 2,
+    }
+    tolerance = 100 * EPS * sigma[0] / sigma[-1]  # what an SVD can do for the smallest share
+    uncentred = decompose(x, svd_solver="full", center=False)
+    centred = decompose(x, svd_solver="full").spectrum
+    for function, want in wanted.items():
+        assert function(uncentred) == pytest.approx(want, rel=tolerance)
+        assert function(centred) > want * 1.5  # the offset is the first direction of what is not centred
+
+
+@pytest.mark.parametrize(("n", "d"), [(60, 12), (9, 12)], ids=["tall", "wide"])
+def test_nesum_and_condition_are_of_the_centred_samples(n, d):
+    x = samples(n, d, offset=3.0)
+    variances = truth(x)[1][: min(n - 1, d)]  # the last of n centred rows follows from the others
+    pca = decompose(x, svd_solver="full")
+    tolerance = 100 * EPS * (variances[0] / variances[-1]).item()
+    assert spectrum.nesum(pca) == pytest.approx((variances / variances[0]).sum().item(), rel=tolerance)
+    assert spectrum.condition(pca) == pytest.approx(
+        (variances[0] / variances[-1]).sqrt().item(), rel=tolerance
+    )
+    as_they_are = decompose(x, svd_solver="full", center=False)
+    assert spectrum.condition(as_they_are) == pytest.approx(np.linalg.cond(x.numpy()), rel=tolerance)
+    assert abs(spectrum.condition(as_they_are) / spectrum.condition(pca) - 1) > 0.1
+
+
+def test_the_condition_ends_at_the_floor():
+    assert spectrum.condition([4.0, 1.0, 1e-17]) == 2
+    assert spectrum.condition([4.0, 1.0, 1e-4]) == pytest.approx(200, rel=1e-14)
+    assert spectrum.condition([4.0, 1.0, 1e-4], floor=1e-3) == 2
+    assert spectrum.condition(result([4.0, 1.0, 1e-4], floor=1e-3)) == 2
+    assert spectrum.condition(result([4.0, 1.0], total=6.0)) == 2  # a lower bound: three are not known
+
+
+@pytest.mark.parametrize(
+    ("function", "centred"), [(spectrum.rankme, True), (spectrum.nesum, False), (spectrum.alpha_req, False)]
+)
+def test_a_result_of_the_other_kind_is_refused(function, centred):
+    given = replace(result([4.0, 1.0], d=2), centred=centred)
+    match = f"`{function.__name__}` is defined for .*; decompose with `center={not centred}`"
+    with pytest.raises(ValueError, match=match):
+        function(given)
+    function(given.spectrum)
+
+
+@pytest.mark.parametrize("eps", [-1e-9, 1.0, math.nan])
+def test_an_eps_out_of_range_is_refused(eps):
+    with pytest.raises(ValueError, match=r"`eps` must be a number in \[0, 1\)"):
+        spectrum.rankme([2.0, 1.0], eps)
+
+
 # ---------------------------------------------------------------- the door
 
 
@@ -231,7 +328,9 @@ def test_a_share_out_of_range_is_refused(share):
         ([2.0, math.nan], "`spectrum` must hold finite variances"),
     ],
 )
-@pytest.mark.parametrize("function", [spectrum.ratio, spectrum.cumulative, *FUNCTIONS])
+@pytest.mark.parametrize(
+    "function", [spectrum.ratio, spectrum.cumulative, spectrum.rankme, spectrum.alpha_req, *FUNCTIONS]
+)
 def test_what_is_no_spectrum_is_refused(function, given, match):
     with pytest.raises(ValueError, match=match):
         function(given)

@@ -12,7 +12,7 @@ from torch import nn
 from pca_torch.hooks.cache_tap import CacheTap, cache_argument
 from pca_torch.hooks.compiled import has_graphs, is_compiled
 from pca_torch.hooks.masks import FindMask
-from pca_torch.hooks.run import Run, StopForward
+from pca_torch.hooks.run import Run, StopForward, When
 from pca_torch.hooks.targets import Sinks, Target, find_targets
 from pca_torch.sites.names import roots, stacks
 
@@ -29,6 +29,16 @@ class Captured:
     def shared(self) -> dict[str, str]:
         """Of each site that saw what another saw, whose sink holds its rows too; its own is empty."""
         return {} if self._run.sharing is None else dict(self._run.sharing.leaders)
+
+    @property
+    def silent(self) -> list[str]:
+        """The sites that saw nothing so far and should have."""
+        return self._run.silent
+
+    @property
+    def rootless(self) -> bool:
+        """Whether a site fired while the model was not running, whose mask was therefore not seen."""
+        return self._run.rootless
 
     def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the model once; under `stop_early` only as far as its last site.
@@ -63,6 +73,8 @@ def capture(
     mask: str | FindMask | None = "attention_mask",
     share: bool | Mapping[str, str] = False,
     stop_early: bool = False,
+    when: When | None = None,
+    must_fire: bool = True,
 ) -> Generator[Captured]:
     """Feed the activations of each site, detached, to its sink while the block runs.
 
@@ -91,15 +103,18 @@ def capture(
             empty at first and of one class, have `copy_from`; `shared` of what the block gets says whose sink
             speaks for whom. Such a mapping, of an earlier capture with the same sinks, goes on with it.
         stop_early: end forwards that go through `run` of what the block gets after their last site.
+        when: asked with the model before each forward, whether that counts; None counts all. In compiled code
+            it is asked while a graph is traced, so it may look at `training` and at autograd alone.
+        must_fire: refuse to end where a site never fired.
 
     Raises:
         ValueError: before the model is touched, a name is unknown or for several sites; after a forward, a
             sink refused its rows, or an output or the mask did not fit.
         TypeError: a sink or `mask` is of the wrong kind.
-        RuntimeError: the block is over and a site never fired.
+        RuntimeError: the block is over and a site never fired that must.
     """
     targets = find_targets(model, sinks)
-    run = Run(targets, roots(model), stacks(model), mask, share, stop_early)
+    run = Run(targets, roots(model), stacks(model), mask, share, stop_early, when)
     with ExitStack() as stack:
         cached = any(target.site.side == "cache" for target in targets.values())
         if cached or is_compiled(model) or has_graphs(_hooked_and_above(model, run)):
@@ -113,7 +128,8 @@ def capture(
             stack.callback(root.register_forward_hook(_Hook(run.report)).remove)
         yield Captured(run)
     run.raise_held()
-    run.check_all_fired()
+    if must_fire:
+        run.check_all_fired()
 
 
 def _attach(target: Target, run: Run, stack: ExitStack) -> None:

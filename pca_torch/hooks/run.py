@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from pca_torch.hooks.tensors import recomputing, whole
 from pca_torch.sites.names import listing
 from pca_torch.sites.site import Site
 
-__all__ = ["Run", "StopForward"]
+__all__ = ["Run", "StopForward", "When"]
+
+When = Callable[[nn.Module], bool]
 
 PADDING = ("attention_mask", "decoder_attention_mask")  # both are `attention_mask` of the stack itself
 
@@ -38,6 +40,7 @@ class Run:
         source: the argument that marks the rows to keep, a callable that makes the mask, or None.
         share: whether sites that see the same tensor share a statistic, or leaders to begin with.
         stop_early: whether `stopping` forwards end after the last site.
+        when: whether the forward counts that is about to run; None is always.
 
     Raises:
         TypeError: `source` is neither.
@@ -52,6 +55,7 @@ class Run:
         source: str | FindMask | None,
         share: bool | Mapping[str, str],
         stop_early: bool,
+        when: When | None,
     ) -> None:
         if not (source is None or isinstance(source, str) or callable(source)):
             raise TypeError(
@@ -64,6 +68,9 @@ class Run:
         self.stacks = stacks
         self.source = source
         self.stop_early = stop_early
+        self.when = when
+        self.counting = True  # what `when` said of the forward under way
+        self.rootless = False  # a site fired while no root was running
         self.stopping = False  # a caller is there who expects `StopForward`
         self.places = list(targets)  # labels by the number that compiled code uses
         self.number = register(self)
@@ -93,8 +100,18 @@ class Run:
             kwargs: of the call.
         """
         if torch.compiler.is_compiling():
-            send(*tensors_of(args, kwargs), self.number, self.roots.index(module))
+            if self._counts_in_graph():
+                send(*tensors_of(args, kwargs), self.number, self.roots.index(module))
             return
+        if not self.under_way or self.under_way[0][0] is module:  # else the outermost root was asked
+            self.counting = self.when is None or self.when(module)
+        self._enter(module, args, kwargs)
+
+    def _counts_in_graph(self) -> bool:
+        """What `when` says while a graph is traced: training and autograd are fixed in a graph."""
+        return self.when is None or self.when(self.roots[0])
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(root is module for root, _ in self.under_way):  # an interrupt left it behind
             self.under_way.clear()
         if not self.under_way:
@@ -105,7 +122,7 @@ class Run:
     def _tokens_of(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tokens:
         """The tokens of a root that is entered; an encoder and a decoder have their own."""
         tokens = self.under_way[-1][1] if self.under_way else Tokens(None)
-        if self.source is None:
+        if self.source is None or not self.counting:
             return tokens
         if module in self.stacks:
             is_padding = self.source in PADDING
@@ -136,7 +153,8 @@ class Run:
             output: of the call, None when it raised.
         """
         if torch.compiler.is_compiling():
-            send([], "", self.number, -1 - self.roots.index(module))
+            if self._counts_in_graph():
+                send([], "", self.number, -1 - self.roots.index(module))
             return
         if any(root is module for root, _ in self.under_way):  # not so if `enter` itself raised
             while (left := self.under_way.pop())[0] is not module:
@@ -178,12 +196,14 @@ class Run:
         """
         site = target.site
         if torch.compiler.is_compiling():
+            if not self._counts_in_graph():
+                return
             values = [site.read(module, args, kwargs, output).detach()]
             if site.only is not None:
                 values.append(site.only(module, args, kwargs, output))
             send(values, "", self.number, len(self.roots) + self.places.index(target.label))
             return
-        if recomputing():
+        if recomputing() or not self._counts(module):
             return
         try:
             x = site.read(module, args, kwargs, output)
@@ -193,6 +213,12 @@ class Run:
         else:
             self._arrive(target, x, only)
         self._fire(target.label)
+
+    def _counts(self, module: nn.Module) -> bool:
+        """Whether what a site reads counts; where no root is running, its own module is asked."""
+        if self.under_way:
+            return self.counting
+        return self.when is None or self.when(module)
 
     def _arrive(self, target: Target, x: Tensor, only: Tensor | None) -> None:
         try:
@@ -208,6 +234,7 @@ class Run:
             self.held.setdefault(target.label, error)
 
     def _rows(self, site: Site, x: Tensor) -> Rows:
+        self.rootless |= not self.under_way
         tokens = self.under_way[-1][1] if self.under_way else Tokens(None)
         if site.across and self.encoded is not None:
             tokens = self.encoded
@@ -256,7 +283,8 @@ class Run:
             self.leave(root, (), None)
             self.report(root, (), None)
         elif place < len(self.roots):
-            self.enter(self.roots[place], *arguments_from(tensors, names))
+            self.counting = True  # else nothing would have been sent
+            self._enter(self.roots[place], *arguments_from(tensors, names))
         else:
             label = self.places[place - len(self.roots)]
             self._arrive(self.targets[label], tensors[0], tensors[1] if len(tensors) > 1 else None)
@@ -275,16 +303,20 @@ class Run:
             first = next(iter(held.values()))
             raise ValueError(f"sites {listing(held)}: {first}") from first
 
+    @property
+    def silent(self) -> list[str]:
+        """The sites that never fired and should have."""
+        return [
+            label for label, t in self.targets.items() if not self.fired[label] and not t.site.may_be_empty
+        ]
+
     def check_all_fired(self) -> None:
         """Refuse to end as if all were well when a site saw nothing.
 
         Raises:
             RuntimeError: one never fired that should have.
         """
-        silent = [
-            label for label, t in self.targets.items() if not self.fired[label] and not t.site.may_be_empty
-        ]
-        if silent:
+        if silent := self.silent:
             raise RuntimeError(
                 f"sites {listing(silent)} never fired. Call the model inside the block; a compiled one must "
                 "be handed to `capture` as compiled, or captured before its first call; a module whose "

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from pca_torch._figures import new_figure
 from pca_torch._files import replacing
 from pca_torch._labels import clip, printable
 from pca_torch.kappa.routes import METHODS, PRECISIONS, Route, Study
@@ -35,13 +36,7 @@ def plot(study: Study, path: str | os.PathLike[str]) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('plots need matplotlib: pip install "pca-torch[plot]"') from error
-    figure = Figure(figsize=(14, 5.6), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
+    figure = new_figure((14, 5.6))
     panels = figure.subplots(1, 3, width_ratios=[1, 1, 1.05])
     bottom, top = _limits(study)
     for axes, precision in zip(panels, PRECISIONS, strict=False):
@@ -52,7 +47,7 @@ def plot(study: Study, path: str | os.PathLike[str]) -> None:
     _draw_shifts(panels[2], study)
     figure.suptitle(_title(study), fontsize=14)
     with replacing(path) as draft:
-        canvas.print_figure(draft, format="png", dpi=110)
+        figure.canvas.print_figure(draft, format="png", dpi=110)
 
 
 def _title(study: Study) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -125,7 +125,7 @@ def stacks(model: nn.Module) -> list[nn.Module]:
     return []
 
 
-def find_hits(pattern: str, sites: Mapping[str, nn.Module]) -> list[str]:
+def find_hits(pattern: str, sites: Collection[str]) -> list[str]:
     """Names that `pattern` matches; the root only if it is named, by the empty name."""
     if pattern in sites:
         return [pattern]

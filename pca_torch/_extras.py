@@ -1,0 +1,26 @@
+"""Packages that only some features need, imported where they are used."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+__all__ = ["require"]
+
+
+def require(module: str, extra: str, user: str) -> ModuleType:
+    """An optional package, or the line that installs it.
+
+    Args:
+        module: dotted name of what to import.
+        extra: of pca-torch, brings the package.
+        user: what cannot be done without it, begins the sentence.
+
+    Raises:
+        ImportError: the package is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ImportError(f'{user} needs {package}: pip install "pca-torch[{extra}]"') from error
