@@ -18,9 +18,12 @@ def require(module: str, extra: str, user: str) -> ModuleType:
 
     Raises:
         ImportError: the package is not installed.
+        ModuleNotFoundError: it is, but lacks something itself.
     """
     try:
         return importlib.import_module(module)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         package = module.partition(".")[0]
+        if (error.name or "").partition(".")[0] != package:  # it is there, and lacks something itself
+            raise
         raise ImportError(f'{user} needs {package}: pip install "pca-torch[{extra}]"') from error

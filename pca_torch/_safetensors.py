@@ -263,7 +263,7 @@ def read_tensor(file: BinaryIO, entry: Entry) -> Tensor:
         ValueError: the file ends before it does.
     """
     with torch.inference_mode(False):
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     file.seek(entry.start)
     if file.readinto(as_bytes(tensor)) != tensor.nbytes:  # pyright: ignore[reportAttributeAccessIssue]
         raise ValueError("became shorter while it was read.")

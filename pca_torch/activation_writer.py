@@ -196,8 +196,9 @@ class SiteWriter:
         self.n_rows = self.left_out = 0  # rows accepted, on disk or pending; rows beyond a limit
         self.full = False
         self._writer, self._about = writer, about
-        self._buffer = torch.empty(0, 0)  # (rows of a shard, D), the first `_pending` of them filled
-        self._origin = torch.empty(2, 0, dtype=torch.int64)  # firing and token of each
+        # (rows of a shard, D), the first `_pending` of them filled
+        self._buffer = torch.empty(0, 0, device="cpu")
+        self._origin = torch.empty(2, 0, dtype=torch.int64, device="cpu")  # firing and token of each
         self._pending = self._firing = 0
         self._shards: list[dict[str, Any]] = []
 
@@ -216,7 +217,7 @@ class SiteWriter:
         self._writer.check_open()
         rows, lead = as_rows(x.detach(), self._buffer.shape[1] or None)
         keep = as_mask(mask, lead, rows.device)
-        tokens = torch.arange(len(rows)) if keep is None else keep.nonzero()[:, 0].cpu()
+        tokens = torch.arange(len(rows), device="cpu") if keep is None else keep.nonzero()[:, 0].cpu()
         took = 0
         if len(tokens) and not self.full:
             self._prepare(rows)
@@ -284,8 +285,9 @@ class SiteWriter:
         if not fit:
             raise ValueError(f"`max_shard_bytes` must hold at least one row, here of {row_bytes} bytes.")
         with torch.inference_mode(False):  # else no later update could write to them outside of it
-            self._buffer = torch.empty(fit, rows.shape[1], dtype=dtype)
-            self._origin = torch.empty(2, fit if self._writer.origins else 0, dtype=torch.int64)
+            self._buffer = torch.empty(fit, rows.shape[1], dtype=dtype, device="cpu")
+            told = fit if self._writer.origins else 0
+            self._origin = torch.empty(2, told, dtype=torch.int64, device="cpu")
 
     def _converted(self, rows: Tensor) -> Tensor:
         """`rows` in the dtype of the file.

@@ -96,7 +96,7 @@ def probe(
     by_trace = trace_bound(ritz, op.problem.total_variance, op.noise)
     if n <= 0 or by_trace.below <= enough:
         return by_trace
-    generator = generator or torch.Generator().manual_seed(n)
+    generator = generator or torch.Generator("cpu").manual_seed(n)
     columns = min(PROBE_COLUMNS, n)
     start = gaussian(columns, d, generator, v.device)
 

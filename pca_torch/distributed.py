@@ -27,7 +27,7 @@ from pca_torch._safetensors import as_text, decode
 from pca_torch.site_statistic import SiteStatistic
 from pca_torch.statistic_kinds import Statistic, rebuilt
 
-__all__ = ["merge_on_first", "sum_counts"]
+__all__ = ["merge_on_first", "place_in", "sum_counts"]
 
 Kept = TypeVar("Kept", bound="SiteStatistic | Statistic | None")
 
@@ -71,6 +71,17 @@ def merge_on_first(
     return {site: merged[site] for site in statistics} if ranks.rank == 0 else None
 
 
+def place_in(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
+    """Rank in a group, and how many there are; a process alone is the first of one, a stranger has rank -1.
+
+    Args:
+        group: of the ranks; None is all of them.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
 def sum_counts(counts: Mapping[str, int], group: dist.ProcessGroup | None = None) -> dict[str, int]:
     """Counts of all ranks by name, added up; every rank calls, and has the answer.
 
@@ -104,16 +115,14 @@ class _Ranks:
         Raises:
             ValueError: this one is not among them.
         """
-        if not (dist.is_available() and dist.is_initialized()):
-            return None
-        rank = dist.get_rank(group)
+        rank, size = place_in(group)
         if rank < 0:
             raise ValueError("`group` must hold this rank, got one that does not; call on its members alone.")
-        if dist.get_world_size(group) == 1:
+        if size == 1:
             return None
         kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
         device = torch.device("cpu" if "cpu" in kinds else kinds[0])
-        return cls(group, rank, dist.get_world_size(group), device)
+        return cls(group, rank, size, device)
 
     def tell(self, told: Mapping[str, Any]) -> list[dict[str, Any]]:
         """What every rank tells, in their order; all of them call."""
@@ -161,7 +170,7 @@ class _Ranks:
             head, message = _packed(statistic, self.device)
         except Exception as error:  # the receiver waits, whatever it is
             fault = f"{type(error).__name__}: {error}"
-            head, message = 0, torch.empty(0, dtype=torch.uint8)
+            head, message = 0, torch.empty(0, dtype=torch.uint8, device="cpu")
         sizes = torch.tensor([head, len(message)], device=self.device)
         dist.send(sizes, group=self.group, group_dst=to)
         if len(message):

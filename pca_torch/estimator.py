@@ -280,7 +280,8 @@ class PCA(nn.Module):
         for name in ("components", "mean", "scale", "spectrum", "total_variance"):
             self._buffers[f"{name}_"] = getattr(result, name)
         with torch.inference_mode(False):  # a buffer made inside a caller's could not be updated later
-            self._buffers["facts_"] = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
+            text = list(json.dumps(facts).encode())
+            self._buffers["facts_"] = torch.tensor(text, dtype=torch.uint8, device="cpu")
 
     def _forget(self) -> None:
         for name in BUFFERS:

@@ -69,11 +69,11 @@ class HeadScatter(CentredSums):
         target.baddbmm_(a[:, :, None], b[:, None, :], alpha=factor)
 
     def _packed(self) -> Tensor:
-        row, column = torch.triu_indices(*self._upper.shape[1:]).to(self._upper.device)
+        row, column = torch.triu_indices(*self._upper.shape[1:], device=self._upper.device)
         return self._upper[:, row, column]
 
     def _unpack(self, packed: Tensor) -> None:
-        row, column = torch.triu_indices(*self._upper.shape[1:]).to(self._upper.device)
+        row, column = torch.triu_indices(*self._upper.shape[1:], device=self._upper.device)
         self._upper[:, row, column] = packed
 
 

@@ -61,7 +61,8 @@ class HeldRows:
         Args:
             d: D.
         """
-        return cls(torch.empty(0, d), torch.empty(0), torch.empty(0, dtype=torch.int64))
+        norms = torch.empty(0, dtype=torch.float64, device="cpu")
+        return cls(norms.new_empty(0, d), norms, norms.long())
 
     @classmethod
     def from_state(cls, state: State, d: int, most: int) -> HeldRows:

@@ -44,17 +44,18 @@ def pack_site(results: list[PCAResult]) -> tuple[dict[str, Tensor], list[dict[st
         raise ValueError("all groups must have the same features and dtype, and all or none be standardised.")
     d, dtype, standardised = common.pop()
     ranks = [r.n_components for r in results]
-    components = torch.zeros(len(results), max(ranks), d, dtype=dtype)
-    spectrum = torch.zeros(len(results), max(len(r.spectrum) for r in results), dtype=torch.float64)
+    components = torch.zeros(len(results), max(ranks), d, dtype=dtype, device="cpu")
+    most = max(len(r.spectrum) for r in results)
+    spectrum = torch.zeros(len(results), most, dtype=torch.float64, device="cpu")
     for g, r in enumerate(results):
         components[g, : ranks[g]] = r.components.detach()
         spectrum[g, : len(r.spectrum)] = r.spectrum.detach()
     tensors = {"components": components, "explained_variance": spectrum}
     for kind in ("mean", "total_variance", "scale")[: 3 if standardised else 2]:
         tensors[kind] = torch.stack([getattr(r, kind).detach().to("cpu", torch.float64) for r in results])
-    tensors["n_samples"] = torch.tensor([r.n_samples for r in results])
+    tensors["n_samples"] = torch.tensor([r.n_samples for r in results], device="cpu")
     if len(set(ranks)) > 1:
-        tensors["rank"] = torch.tensor(ranks)
+        tensors["rank"] = torch.tensor(ranks, device="cpu")
     return tensors, [_facts(r) for r in results]
 
 
@@ -207,7 +208,8 @@ def _check_orthonormal(components: Tensor) -> None:
     """
     k, d = components.shape
     v = components.double()
-    w = torch.randn(k, PROBES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    generator = torch.Generator("cpu").manual_seed(0)
+    w = torch.randn(k, PROBES, generator=generator, dtype=torch.float64, device="cpu")
     off = (v @ (v.mT @ w) - w).abs()
     if (off > 100 * torch.finfo(components.dtype).eps / 2 * math.sqrt(d)).any():
         raise ValueError(f"`components` must have orthonormal rows, they are off by {off.max().item():.1e}.")

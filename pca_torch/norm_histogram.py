@@ -39,7 +39,7 @@ class NormHistogram:
 
     @undifferentiated
     def __init__(self) -> None:
-        self.counts = torch.zeros(BINS + 1, dtype=torch.int64)  # the first counts zeros
+        self.counts = torch.zeros(BINS + 1, dtype=torch.int64, device="cpu")  # the first counts zeros
 
     @property
     def n_samples(self) -> int:

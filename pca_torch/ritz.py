@@ -98,7 +98,8 @@ def upper_values(ritz: Ritz, below: float, count: int) -> Tensor:
     largest = max(top - below, norms.max().item() if p else 0.0, U64 * top)
     last = ritz.values[min(count, p) - 1].item() - below if p and count else 0.0
     smallest = min(largest, max(last / 8, norms[: max(count, 1)].min().item() if p else 0.0, U64 * top))
-    spaced = torch.logspace(math.log10(smallest), math.log10(largest), STEPS, dtype=torch.float64)
+    ends = math.log10(smallest), math.log10(largest)
+    spaced = torch.logspace(*ends, STEPS, dtype=torch.float64, device="cpu")
     bounds = [_majorant(ritz, below, delta, count) for delta in spaced.tolist()]
     return torch.stack(bounds).amin(0).to(ritz.values.device)
 

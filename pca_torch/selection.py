@@ -130,7 +130,7 @@ class TokenSelection:
     @property
     def counts(self) -> dict[str, int]:
         """Tokens left out, by reason, and those that count as "kept"."""
-        totals = torch.zeros(len(REASONS) + 1, dtype=torch.int64)
+        totals = torch.zeros(len(REASONS) + 1, dtype=torch.int64, device="cpu")
         for part in self._totals.values():
             totals += part.cpu()
         names = (*REASONS, "kept")

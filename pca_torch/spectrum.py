@@ -274,7 +274,7 @@ def alpha_req(
     last = min(last, int((known.values > known.floor).sum()))
     if last - first + 1 < FEWEST:
         return PowerLaw(None, None, first, last)
-    index = torch.arange(first, last + 1).to(known.values)
+    index = torch.arange(first, last + 1, dtype=known.values.dtype, device=known.values.device)
     alpha, r2 = _line(index.log(), known.values[first - 1 : last].log(), 1 / index)
     return PowerLaw(-alpha, r2, first, last)
 
@@ -323,7 +323,7 @@ def _known(
         total = values.sum().item() if total is None else float(total)
         noise = len(values) * EPS * (values[0].item() if len(values) else 0.0) if floor is None else floor
     held = values.sum().item()
-    error = torch.as_tensor(error).to(values).expand(len(values))
+    error = torch.as_tensor(error, dtype=values.dtype, device=values.device).expand(len(values))
     # noise that was clamped at zero can lift the sum above the trace, by no more than its error
     possible = math.isfinite(total) and total - held >= -(TOTAL_SLACK * held + error.sum().item())
     check_number(total, "total", f"finite and at least {held:g}, the sum of the variances", possible)

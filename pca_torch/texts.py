@@ -120,7 +120,7 @@ def token_windows(texts: Iterable[str | Piece], tokenizer: Any, seq_len: int, ma
         ids += part
         if len(ids) >= wanted:
             break
-    return _windows(torch.tensor(ids[:wanted], dtype=torch.int64), seq_len, "the texts")
+    return _windows(torch.tensor(ids[:wanted], dtype=torch.int64, device="cpu"), seq_len, "the texts")
 
 
 def read_tokens(path: str | os.PathLike[str], seq_len: int, max_tokens: int | None = None) -> Tokens:

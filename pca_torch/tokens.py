@@ -215,7 +215,7 @@ class TokenViews(Generic[S]):
         if len(self._held):
             tensors |= prefixed("held", vars(self._held))
         if self._positions:
-            tensors["positions"] = torch.tensor(sorted(self._positions.items()))
+            tensors["positions"] = torch.tensor(sorted(self._positions.items()), device="cpu")
         return tensors, facts
 
     @classmethod

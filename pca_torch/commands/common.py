@@ -93,4 +93,5 @@ def show(
     console = Console()
     console.print(table or render_table(summary))
     if files:
-        console.print(f"wrote {', '.join(map(str, files))}", markup=False, highlight=False)
+        wrote = f"wrote {', '.join(map(str, files))}"
+        console.print(wrote, markup=False, highlight=False, soft_wrap=True)  # a name that breaks is no name

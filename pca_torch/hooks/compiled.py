@@ -109,7 +109,7 @@ def send(tensors: list[Tensor], names: str, listener: int, place: int) -> None:
         place: what the message is about, a number that the listener knows.
     """
     if _has_operator():
-        torch.ops.pca_torch.tap(tensors or [torch.empty(0)], names, listener, place)
+        torch.ops.pca_torch.tap(tensors or [torch.empty(0, device="cpu")], names, listener, place)
     else:
         _OUTSIDE["receive"](tensors, names, listener, place)
 

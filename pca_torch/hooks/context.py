@@ -31,11 +31,6 @@ class Captured:
         return {} if self._run.sharing is None else dict(self._run.sharing.leaders)
 
     @property
-    def silent(self) -> list[str]:
-        """The sites that saw nothing so far and should have."""
-        return self._run.silent
-
-    @property
     def rootless(self) -> bool:
         """Whether a site fired while the model was not running, whose mask was therefore not seen."""
         return self._run.rootless

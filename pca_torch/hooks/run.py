@@ -86,6 +86,7 @@ class Run:
         self.in_forward: Counter[str] = Counter()  # of the forward under way
         self.in_first: Counter[str] = Counter()  # of the first that ran to its end
         self.held: dict[str, Exception] = {}
+        self.unreported = False  # the last forward was entered and has not returned
 
     # --- roots -------------------------------------------------------------------------------------
 
@@ -115,6 +116,9 @@ class Run:
         if any(root is module for root, _ in self.under_way):  # an interrupt left it behind
             self.under_way.clear()
         if not self.under_way:
+            if self.unreported:  # a forward that raised took its own error along
+                self.held.clear()
+            self.unreported = True
             self.asked = False
             self.in_forward.clear()
         self.under_way.append((module, self._tokens_of(module, args, kwargs)))
@@ -177,6 +181,7 @@ class Run:
             return
         if not self._knows_the_last_site():
             self.in_first = Counter(self.in_forward)
+        self.unreported = False
         self.raise_held()
 
     # --- sites -------------------------------------------------------------------------------------
@@ -303,20 +308,16 @@ class Run:
             first = next(iter(held.values()))
             raise ValueError(f"sites {listing(held)}: {first}") from first
 
-    @property
-    def silent(self) -> list[str]:
-        """The sites that never fired and should have."""
-        return [
-            label for label, t in self.targets.items() if not self.fired[label] and not t.site.may_be_empty
-        ]
-
     def check_all_fired(self) -> None:
         """Refuse to end as if all were well when a site saw nothing.
 
         Raises:
             RuntimeError: one never fired that should have.
         """
-        if silent := self.silent:
+        silent = [
+            label for label, t in self.targets.items() if not self.fired[label] and not t.site.may_be_empty
+        ]
+        if silent:
             raise RuntimeError(
                 f"sites {listing(silent)} never fired. Call the model inside the block; a compiled one must "
                 "be handed to `capture` as compiled, or captured before its first call; a module whose "

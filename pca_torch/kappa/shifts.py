@@ -68,7 +68,7 @@ def _shift(x: Tensor, offset: float, precision: Precision) -> Shift:
     """Both formulas for the samples as they are in `precision`; their float64 SVD is the judge."""
     d = x.shape[1]
     true = full.solve(x.double(), 0, precision="float64", ddof=0)
-    truth = torch.zeros(d, dtype=torch.float64)
+    truth = torch.zeros(d, dtype=torch.float64, device=x.device)
     truth[: len(true.spectrum)] = true.spectrum
     top = truth[0].item()
     sums = Moments(d, precision=precision).update(x).covariance(0)

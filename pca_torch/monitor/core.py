@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pca_torch._checks import check_choice, check_flag, check_number, check_whole
 from pca_torch._safetensors import libraries
 from pca_torch._state import State, prefixed
-from pca_torch.distributed import merge_on_first, sum_counts
-from pca_torch.monitor.alarms import Alarm, Watch, check_alarms
+from pca_torch.distributed import merge_on_first, place_in, sum_counts
+from pca_torch.monitor.alarms import Alarm, check_alarms
+from pca_torch.monitor.ledger import Ledger
 from pca_torch.monitor.log_file import JsonlSink
 from pca_torch.monitor.metrics import METRICS, Metric, check_metrics, logged_names
-from pca_torch.monitor.outlet import Outlet
 from pca_torch.monitor.record import Sink, SpectrumRecord
 from pca_torch.monitor.schedule import Schedule
 from pca_torch.monitor.state import pack, unpack
-from pca_torch.monitor.track import Counted, Settings, SiteTrack
+from pca_torch.monitor.track import Settings
 from pca_torch.monitor.window import Window
 from pca_torch.precision import Precision
 from pca_torch.selection import TokenSelection
-from pca_torch.site_statistic import SiteStatistic
 from pca_torch.sites import Site, find_sites
 from pca_torch.spectrum import FIT_RANGE, check_fit_range
 
@@ -75,7 +73,6 @@ class SpectrumMonitor:
 
     Attributes:
         steps: optimizer steps done.
-        latest: records of the last logged step, on the first rank.
         should_stop: the function of an alarm has returned True, on any rank; callbacks then end the training.
         compiled: the model is called through a compiled one that it does not know of.
         running: between `start` and `stop`.
@@ -111,23 +108,28 @@ class SpectrumMonitor:
         check_number(decay, "decay", "a number between 0 and 1, or None", is_share)
         self._schedule = Schedule(every_n_steps, window)
         self._settings = Settings(check_metrics(metrics), n_components, check_fit_range(fit_range), decay)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"`model` must be a torch.nn.Module, got {model!r:.60}.")
         if not (selection is None or isinstance(selection, TokenSelection)):
             got = type(selection).__name__
             raise TypeError(f"`selection` must be a `TokenSelection` or None, got {got}; make one of it.")
         self.model = model
         self.selection = TokenSelection() if selection is None else selection
-        self._window = Window(model, find_sites(model, sites), self.selection, precision, train_mode_only)
-        self._tracks = {site: SiteTrack(site, self._settings) for site in self._window.by_site}
+        found = find_sites(model, sites)
+        if not found:
+            raise ValueError("`sites` is empty; give at least one, or None for the output of every block.")
+        self._window = Window(model, found, self.selection, precision, train_mode_only)
         names = logged_names(self._settings.metrics)
-        self._watch = Watch(check_alarms(alarms, names, list(self._tracks), every_n_steps))
-        self._outlets = [Outlet(sink) for sink in (JsonlSink(path), *_check_sinks(sinks))]
+        rules = check_alarms(alarms, names, list(self._window.sites), every_n_steps)
+        self._ledger = Ledger(found, self._settings, rules, [JsonlSink(path), *_check_sinks(sinks)])
         self._group = process_group
         self._step_hooks: ExitStack | None = None  # of the step under way, where it is sampled
+        self._add_step: Callable[[], None] | None = None
+        self._id = secrets.token_hex(8)  # no other run goes on in its log
         self.compiled = False
         self.running = False
         self.steps = 0
         self.should_stop = False
-        self.latest: list[SpectrumRecord] = []
 
     # --- the run -----------------------------------------------------------------------------------
 
@@ -150,12 +152,8 @@ class SpectrumMonitor:
         if place_in(self._group)[0] < 0:
             raise ValueError("`process_group` must hold this rank; make a monitor on its members alone.")
         if self._is_first:
-            with ExitStack() as opened:  # should one refuse, those before it are closed
-                for outlet in self._outlets:
-                    outlet.begin(self._about(), self.steps)
-                    opened.callback(outlet.close)
-                opened.pop_all()
-        self.running = True
+            self._ledger.begin(self._about(), self.steps)
+        self.running, self.should_stop = True, False
         self._hook()
 
     def stop(self) -> None:
@@ -165,8 +163,7 @@ class SpectrumMonitor:
         finally:
             was_running, self.running = self.running, False
             if was_running and self._is_first:
-                for outlet in self._outlets:
-                    outlet.close()
+                self._ledger.close()
 
     def step(self) -> list[SpectrumRecord]:
         """After every step of the optimizer.
@@ -182,9 +179,11 @@ class SpectrumMonitor:
             raise RuntimeError(
                 "this monitor is not running; call `step` inside `with monitor:` or after `start`."
             )
-        self._unhook()
         self.steps += 1
         try:
+            add = self._unhook()
+            if add is not None:
+                add()
             return self._log() if self._schedule.ends_window(self.steps) else []
         finally:  # an alarm may raise, and its caller may go on
             if self._schedule.ends_window(self.steps):
@@ -203,9 +202,14 @@ class SpectrumMonitor:
         check_whole(steps, "steps", least=0)
         self._refuse_while_running("reset")
         self._window.clear()
-        self._tracks = {site: SiteTrack(site, self._settings) for site in self._tracks}
-        self._watch = Watch(self._watch.alarms)
-        self.steps, self.should_stop, self.latest = int(steps), False, []
+        self._ledger.reset()
+        self.steps, self.should_stop = int(steps), False
+        self._id = secrets.token_hex(8)
+
+    @property
+    def latest(self) -> list[SpectrumRecord]:
+        """Records of the last logged step, on the first rank."""
+        return self._ledger.latest
 
     def _refuse_while_running(self, verb: str) -> None:
         if self.running:
@@ -228,58 +232,60 @@ class SpectrumMonitor:
     def _hook(self) -> None:
         if self._schedule.is_sampled(self.steps + 1):
             with ExitStack() as stack:
-                self._window.open(stack, self.compiled)
+                self._add_step = stack.enter_context(self._window.step(self.compiled))
                 self._step_hooks = stack.pop_all()
 
-    def _unhook(self) -> None:
+    def _unhook(self) -> Callable[[], None] | None:
+        """Take the hooks off; what adds the step to its window, where it was sampled."""
         hooks, self._step_hooks = self._step_hooks, None
+        add, self._add_step = self._add_step, None
         if hooks is not None:
             hooks.close()
+        return add
 
     # --- the end of a window -----------------------------------------------------------------------
 
     def _log(self) -> list[SpectrumRecord]:
-        """Merge what the ranks counted, measure it, hand it on, and ring the alarms."""
-        for complaint in self._window.complaints():
-            warnings.warn(f"step {self.steps}: {complaint}", stacklevel=3)
-        counts = {f"tokens/{reason}": n for reason, n in self._window.tokens.items()}
-        counts |= {f"nonfinite/{name}": site.nonfinite for name, site in self._window.by_site.items()}
-        counts = sum_counts(counts, self._group)
-        statistics = {name: site.statistic for name, site in self._window.by_site.items()}
-        merged = merge_on_first(statistics, self._group)
-        stops = 0 if merged is None else self._measure(merged, counts)
-        self.should_stop |= sum_counts({"stop": stops}, self._group)["stop"] > 0
-        return [] if merged is None else self.latest
+        """Merge what the ranks counted, and have the first measure it.
 
-    def _measure(self, merged: Mapping[str, SiteStatistic], counts: Mapping[str, int]) -> int:
-        """On the first rank, from statistics to records and alarms; how many of these ask to stop."""
-        tokens = {key.removeprefix("tokens/"): n for key, n in counts.items() if key.startswith("tokens/")}
-        self.latest = []
-        for name, statistic in merged.items():
-            if statistic.views is not None:
-                counted = Counted(statistic.views, counts.get(f"nonfinite/{name}", 0), tokens)
-                self.latest += self._tracks[name].records(self.steps, counted)
-        rung = self._watch.update(self.latest)
-        for outlet in self._outlets:
-            outlet.write(self.latest, [alert for _, alert in rung])
-        answers = [alarm.call(alert) for alarm, alert in rung]  # after they are written: a function may raise
-        return sum(answer is True for answer in answers)
+        Raises:
+            Exception: what the function of an alarm raised, on the first rank.
+            RuntimeError: likewise, on the others: they do not wait for a rank that has left.
+        """
+        tally = self._window.tally.over_ranks(self._group)
+        merged = merge_on_first(self._window.statistics, self._group)
+        stop, error = False, None
+        if merged is not None:
+            try:
+                stop = self._ledger.enter(self.steps, merged, tally, self._window.troubles)
+            except Exception as caught:
+                error = caught
+        told = sum_counts({"stop": int(stop), "failed": int(error is not None)}, self._group)
+        self.should_stop |= told["stop"] > 0
+        if error is not None:
+            raise error
+        if told["failed"]:
+            raise RuntimeError(f"an alarm ended the run at step {self.steps}; the first rank has its error.")
+        return self.latest if merged is not None else []
 
     def _about(self) -> dict[str, Any]:
         """What the log says of the run."""
         settings = self._settings
         return {
             "model": type(self.model).__name__,
-            "sites": list(self._window.by_site),
+            "sites": list(self._window.sites),
             "every_n_steps": self._schedule.every_n_steps,
             "window": self._schedule.window,
+            "id": self._id,
             "weighting": "window" if settings.decay is None else "exponential",
             "decay": settings.decay,
             "metrics": [m if isinstance(m, str) else m.__name__ for m in settings.metrics],
             "n_components": settings.n_components,
             "fit_range": list(settings.fit_range),
             "selection": self.selection.describe(),
-            "alarms": [alarm.rule for alarm in self._watch.alarms],
+            "precision": self._window.precision,
+            "train_mode_only": self._window.train_mode_only,
+            "alarms": [alarm.rule for alarm in self._ledger.watch.alarms],
             "ranks": place_in(self._group)[1],
             "versions": libraries(),
         }
@@ -287,16 +293,17 @@ class SpectrumMonitor:
     # --- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a resumed run needs to log what this one would, as tensors for the trainer's checkpoint."""
-        tensors, window = self._window.to_state()
-        tensors = prefixed("window", tensors)
-        tracks: list[dict[str, Any]] = []
-        for number, (site, track) in enumerate(self._tracks.items()):
-            mine, about = track.to_state()
-            tensors |= prefixed(f"tracks.{number}", mine)
-            tracks.append({"site": site, "track": about})
-        facts = {"kind": "monitor", "steps": self.steps, "rank": place_in(self._group)[0]}
-        return pack(tensors, facts | {"window": window, "tracks": tracks, "alarms": self._watch.to_state()})
+        """What a resumed run needs to log what this one would, as tensors for the trainer's checkpoint.
+
+        A step under way is not part of it: it is done again.
+        """
+        tensors: dict[str, Tensor] = {}
+        facts: dict[str, Any] = {"kind": "monitor", "id": self._id, "steps": self.steps}
+        facts["rank"] = place_in(self._group)[0]
+        for name, part in (("window", self._window), ("ledger", self._ledger)):
+            mine, facts[name] = part.to_state()
+            tensors |= prefixed(name, mine)
+        return pack(tensors, facts)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on where the run was that `state_dict` was called in; sites that it did not watch start anew.
@@ -316,32 +323,15 @@ class SpectrumMonitor:
         saved = State({name: tensor.to(device) for name, tensor in tensors.items()}, facts)
         saved.choice("kind", ["monitor"])
         steps, rank = saved.count("steps"), saved.count("rank")
-        tracks = {site: SiteTrack(site, self._settings) for site in self._tracks}
-        for number, about in enumerate(saved.fact("tracks", "a list", lambda value: isinstance(value, list))):
-            own = State({}, about)
-            track = tracks.get(own.fact("site", "text", lambda value: isinstance(value, str)))
-            if track is not None:
-                known = own.fact("track", "an object", lambda value: isinstance(value, dict))
-                track.restore(saved.tensors(f"tracks.{number}"), known)
-        alarms = saved.fact("alarms", "an object", lambda value: isinstance(value, dict))
-        watch = Watch.from_state(self._watch.alarms, alarms)
-        window = saved.part("window")
+        run = saved.fact("id", "text", lambda value: isinstance(value, str))
+        window, ledger = saved.part("window"), saved.part("ledger")
+        saved.done()
+        counted = self._window.restored(*window)
+        self._ledger.restore(*ledger)
+        self._window.clear()
         if rank == place_in(self._group)[0]:
-            self._window.restore(*window)
-        else:
-            self._window.clear()
-        self._tracks, self._watch, self.steps = tracks, watch, steps
-
-
-def place_in(group: Any) -> tuple[int, int]:
-    """Rank in a group, and how many there are; one process alone is the first of one.
-
-    Args:
-        group: of torch.distributed; None is all.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return 0, 1
-    return dist.get_rank(group), dist.get_world_size(group)
+            self._window = counted
+        self.steps, self._id, self.should_stop = steps, run, False
 
 
 def _check_sinks(sinks: Any) -> list[Sink]:

@@ -126,7 +126,7 @@ def _basis(state: State, name: str, d: int | None, most: int) -> Tensor:
     if not 1 <= len(rows) <= min(most, rows.shape[1]):
         raise ValueError(f"`{name}` must have 1..{most} rows, D at most, got {tuple(rows.shape)}.")
     product = rows @ rows.mT
-    off = (product - torch.eye(len(rows)).to(product)).abs().max().item()
+    off = (product - torch.eye(len(rows), dtype=product.dtype, device=product.device)).abs().max().item()
     if not off <= ORTHONORMAL:  # NaN fails too
         raise ValueError(f"`{name}` must have orthonormal rows, got products that are off by {off:.1g}.")
     return rows

@@ -11,7 +11,7 @@ import numpy as np
 from pca_torch._files import replacing
 from pca_torch._labels import short_names
 from pca_torch.monitor.history import History, SiteHistory
-from pca_torch.monitor.panels import finish, label_decades, label_steps, make_panels, plain
+from pca_torch.monitor.panels import finish, label_decades, label_steps, make_panels, marked, plain, series
 from pca_torch.monitor.record import SpectrumRecord
 
 __all__ = ["draw_spectra"]
@@ -48,7 +48,7 @@ def draw_spectra(history: History, path: str | os.PathLike[str]) -> None:
     limits, mesh = _limits(maps), None
     for axes, site, one in zip(panels, chosen, maps, strict=True):
         mesh = _draw_map(axes, history.steps, one, limits)
-        _draw_rank(axes, site)
+        _draw_rank(axes, site, history.steps)
         axes.set_title(plain(names[site], LONGEST_TITLE), fontsize=10)
         if axes.get_subplotspec().is_first_col():
             axes.set_ylabel("index i of λᵢ", fontsize=9)
@@ -138,10 +138,11 @@ def _draw_map(axes: Any, steps: Sequence[int], one: Map, limits: tuple[float, fl
     return mesh
 
 
-def _draw_rank(axes: Any, site: SiteHistory) -> None:
+def _draw_rank(axes: Any, site: SiteHistory, steps: Sequence[int]) -> None:
     """The rank at 95 % over the map, where that is logged."""
-    ranks = [rank if rank and rank > 0 else np.nan for rank in site.values(RANK)]
-    axes.plot(site.steps, ranks, marker="." if len(ranks) <= FEW_STEPS else "", ms=4, **_rank_line())
+    ranks = series(site, RANK, steps)
+    ranks[ranks <= 0] = np.nan
+    axes.plot(steps, ranks, marker=".", ms=4, markevery=marked(ranks, FEW_STEPS), **_rank_line())
 
 
 def _rank_line() -> dict[str, Any]:

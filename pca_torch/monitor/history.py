@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -131,7 +132,7 @@ def arrange(
         metrics: names; "rank" is all that begin with "rank_". None is all but the range of a fit.
 
     Raises:
-        ValueError: there is no record at all, or none of what was asked for.
+        ValueError: there is no record or no metric at all, or none of what was asked for.
     """
     if not log.records:
         raise ValueError("the log has a header alone: no window of training steps is complete yet.")
@@ -142,6 +143,8 @@ def arrange(
     every = _by_site(records, log.run.get("sites"))
     kept = list(every) if not sites else _matching(sites, list(every))
     named = dict.fromkeys(name for record in records for name in record.metrics)
+    if not named:
+        raise ValueError("the log has no metric; give the monitor some, or read the spectra by `read_log`.")
     return History(
         run=log.run,
         view=view,
@@ -201,7 +204,10 @@ def _named(asked: Sequence[str] | None, names: Sequence[str]) -> list[str]:
 
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    if not known:
+        return None
+    mean = sum(known) / len(known)
+    return mean if math.isfinite(mean) else sum(value / len(known) for value in known)  # the sum overflowed
 
 
 def _summary(site: SiteHistory, metrics: Sequence[str]) -> dict[str, Any]:

@@ -51,7 +51,8 @@ class JsonlSink:
     """A log that survives a kill: each step reaches the disk at once, whole or not at all.
 
     A run that begins at step 0 moves an earlier log aside, to `spectra.1.jsonl` and so on. A run that is
-    resumed goes on in its log, from which the steps that it will do again are dropped. Two runs cannot write
+    resumed goes on in its own log, the one with its `id`, from which the steps that it will do again are
+    dropped. Two runs cannot write
     one log at a time (except on Windows, where nothing keeps them from it).
 
     Args:
@@ -63,7 +64,7 @@ class JsonlSink:
     _torn = False  # whether a write that failed has left something behind it
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path).absolute()  # the run may change its folder
+        self.path = _path_of(path).absolute()  # the run may change its folder
 
     def begin(self, run: Mapping[str, Any], step: int) -> None:
         """Open the log and write what the run is, or how a resumed one differs from what it was.
@@ -136,28 +137,37 @@ class JsonlSink:
         with open(_opened(self._descriptor), "rb", closefd=False) as file:
             filled = read_header(file, self.path) is not None and file.read(1)
         if filled:
-            names = (f"{self.path.stem}.{i}{self.path.suffix}" for i in itertools.count(1))
-            aside = next(path for path in map(self.path.with_name, names) if not path.exists())
-            self.close()
-            self.path.rename(aside)
-            warnings.warn(f"{self.path} held the log of an earlier run, which is now {aside}", stacklevel=3)
-            self._open()
+            self._move_aside("an earlier run")
         os.ftruncate(_opened(self._descriptor), 0)
         self._append(header)
 
+    def _move_aside(self, whose: str) -> None:
+        """Leave a log to another name, and open an empty file in its place."""
+        names = (f"{self.path.stem}.{i}{self.path.suffix}" for i in itertools.count(1))
+        aside = next(path for path in map(self.path.with_name, names) if not path.exists())
+        self.close()
+        self.path.rename(aside)
+        warnings.warn(f"{self.path} held the log of {whose}, which is now {aside}", stacklevel=4)
+        self._open()
+
     def _resume(self, header: bytes, step: int) -> None:
         """Drop what comes after `step`, and write the settings that changed."""
+        now = read_header(io.BytesIO(header), self.path) or {}  # as JSON gives it back
         with open(_opened(self._descriptor), "rb", closefd=False) as file:
             before = read_header(file, self.path)
-            if before is not None:
+            is_other = before is not None and before.get("id") != now.get("id")
+            if before is not None and not is_other:
                 self._end = _end_of(file, self.path, step, before)
+        if is_other:
+            self._move_aside("another run")
+            self._append(header)
+            return
         os.ftruncate(_opened(self._descriptor), self._end)
         if before is None:
             told = f"{self.path} holds no log to go on with at step {step}; a new one begins there"
             warnings.warn(told, stacklevel=3)
             self._append(header)
             return
-        now = read_header(io.BytesIO(header), self.path) or {}  # as JSON gives it back
         names = sorted(before.keys() | now.keys())
         changed = {name: now.get(name) for name in names if before.get(name) != now.get(name)}
         if changed:
@@ -198,9 +208,10 @@ def read_log(path: str | os.PathLike[str]) -> Log:
 
     Raises:
         ValueError: it is no log, or a line of it is damaged.
+        TypeError: `path` is no path.
         OSError: it cannot be opened.
     """
-    with open(path, "rb") as file:
+    with open(_path_of(path), "rb") as file:
         settings = read_header(file, path)
         if settings is None:
             raise ValueError(f"{path}: holds no whole line of a log.")
@@ -214,6 +225,17 @@ def read_log(path: str | os.PathLike[str]) -> Log:
                 case Resumption():
                     log.resumed.append(entry)
     return log
+
+
+def _path_of(path: Any) -> Path:
+    """The path of a file.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise TypeError(f"`path` must be the path of a file, got {path!r:.60}.")
+    return Path(path)
 
 
 def _end_of(file: BinaryIO, path: Path, step: int, settings: dict[str, Any]) -> int:

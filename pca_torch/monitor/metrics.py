@@ -6,6 +6,7 @@ import difflib
 import math
 import numbers
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -69,6 +70,8 @@ def check_metrics(metrics: Sequence[Metric]) -> tuple[Metric, ...]:
     """
     if isinstance(metrics, str) or not isinstance(metrics, Sequence):
         raise TypeError(f"`metrics` must be a sequence of names and functions, got {metrics!r}.")
+    if not metrics:
+        raise ValueError("`metrics` is empty; give at least one, or leave it out for all.")
     taken: set[str] = set()
     for metric in metrics:
         _check_metric(metric)
@@ -119,8 +122,7 @@ def measure(
         where fewer than three variances of the range stand above the rounding floor.
 
     Raises:
-        TypeError: a function gave no number.
-        ValueError: it gave NaN or inf, or `uncentred` is missing.
+        ValueError: `uncentred` is missing.
     """
     near = replace(  # one copy from the accelerator, not one for every number
         result, spectrum=result.spectrum.cpu(), total_variance=result.total_variance.cpu()
@@ -129,7 +131,7 @@ def measure(
     found: dict[str, float | None] = {}
     for metric in metrics:
         if callable(metric):
-            found[metric.__name__] = _own(metric, result)
+            found[metric.__name__] = _tried(metric, result)
         elif metric == "alpha_req":
             found |= _alpha(near, fit_range)
         elif metric in UNCENTRED:
@@ -199,6 +201,15 @@ def _alpha(result: PCAResult, fit_range: tuple[int, int]) -> dict[str, float | N
     return dict(zip(ALPHA, (fit.alpha, fit.r2, float(fit.first), float(fit.last)), strict=True))
 
 
+def _tried(function: Callable[[PCAResult], Any], result: PCAResult) -> float | None:
+    """What a function of the user's says, None with a warning where it fails: training goes on without it."""
+    try:
+        return _own(function, result)
+    except Exception as error:
+        warnings.warn(f"the metric `{function.__name__}` is not logged: {error}", stacklevel=4)
+        return None
+
+
 def _own(function: Callable[[PCAResult], Any], result: PCAResult) -> float | None:
     """What a function of the user's says.
 
@@ -211,7 +222,7 @@ def _own(function: Callable[[PCAResult], Any], result: PCAResult) -> float | Non
         return None
     if isinstance(value, Tensor | np.ndarray) and value.ndim == 0:
         value = value.item()
-    want = f"the metric `{function.__name__}` must return a finite number, or None where it is not defined"
+    want = "it must return a finite number, or None where it is not defined"
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"{want}, got {type(value).__name__}.")
     if not math.isfinite(value):

@@ -31,6 +31,7 @@ class Outlet:
             run: settings of the run.
             step: optimizer steps done.
         """
+        self._waiting.clear()  # what a run before this one could not hand over was told as lost
         self.sink.begin(run, step)
 
     def write(self, records: Sequence[SpectrumRecord], alerts: Sequence[Alert]) -> None:
@@ -56,9 +57,12 @@ class Outlet:
     def close(self) -> None:
         """Try once more to hand over what waits, then close the sink."""
         try:
-            for records, alerts in self._waiting:
-                self.sink.write(records, alerts)
-            self._waiting.clear()
+            while self._waiting:
+                self.sink.write(*self._waiting[0])
+                del self._waiting[0]
         except Exception as error:
             warnings.warn(f"records of {len(self._waiting)} logged steps are lost ({error}).", stacklevel=4)
-        self.sink.close()
+        try:
+            self.sink.close()
+        except Exception as error:
+            warnings.warn(f"{type(self.sink).__name__} could not be closed ({error}).", stacklevel=4)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from pca_torch._figures import new_figure
 from pca_torch._labels import clip, printable, short_names
-from pca_torch.monitor.history import History
+from pca_torch.monitor.history import History, SiteHistory
 
-__all__ = ["finish", "label_decades", "label_steps", "make_panels", "plain"]
+__all__ = ["finish", "label_decades", "label_steps", "make_panels", "marked", "plain", "series"]
 
 ACROSS = 4  # panels side by side
 LONGEST_TITLE = 84  # characters of a line over the panels
@@ -19,6 +21,7 @@ MOST_COLUMNS = 9  # of the key
 WIDE = 12  # inches
 SHORT = 2000  # ratio of the ends of an axis
 MOST_DECADES = 7
+LARGEST = 1e300  # that is drawn: beyond it the margins and the ticks of an axis overflow
 
 
 def make_panels(count: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
@@ -42,6 +45,34 @@ def make_panels(count: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
     for axes in grid[count:]:
         axes.remove()
     return figure, grid[:count]
+
+
+def series(site: SiteHistory, metric: str, steps: Sequence[int]) -> np.ndarray:
+    """A metric as a line over the steps (S,), with NaN where it breaks.
+
+    It does where the site has no record, where the metric is not defined, and where a value is too large.
+
+    Args:
+        site: of the run.
+        metric: its name in the log.
+        steps: of the run, ascending (S,).
+    """
+    known = dict(zip(site.steps, site.values(metric), strict=True))
+    values = np.array([known.get(step) for step in steps], dtype=float)  # of None it makes NaN
+    return np.where(np.abs(values) <= LARGEST, values, np.nan)
+
+
+def marked(values: np.ndarray, few: int) -> list[int]:
+    """Places of the points that get a marker: all of them, or only those that no line shows.
+
+    Args:
+        values: of a line (S,), NaN where it breaks.
+        few: up to so many points all are marked.
+    """
+    if len(values) <= few:
+        return list(range(len(values)))
+    known = np.pad(np.isfinite(values), 1)
+    return np.flatnonzero(known[1:-1] & ~known[:-2] & ~known[2:]).tolist()
 
 
 def label_steps(panels: Sequence[Any], steps: Sequence[int]) -> None:

@@ -11,7 +11,16 @@ import numpy as np
 from pca_torch._files import replacing
 from pca_torch._labels import short_names
 from pca_torch.monitor.history import History, SiteHistory
-from pca_torch.monitor.panels import finish, label_decades, label_steps, make_panels, plain
+from pca_torch.monitor.panels import (
+    LARGEST,
+    finish,
+    label_decades,
+    label_steps,
+    make_panels,
+    marked,
+    plain,
+    series,
+)
 
 __all__ = ["draw_metrics"]
 
@@ -24,7 +33,7 @@ PALEST = 0.1  # of the scale of colours: its yellow end is lost on white
 LONGEST_LABEL = 28  # characters
 LONGEST_PLACE, LONGEST_TITLE = 56, 40
 LOGARITHMIC = {"total_variance", "condition"}
-LARGEST = 1e200  # on a logarithmic axis, whose margins must not overflow
+LARGEST_LOGARITHM = 1e200  # on a logarithmic axis, whose margins must not overflow
 SHARES = {"drift_start", "drift_gap", "alpha_req_r2"}  # from 0 to 1
 UNITS = {"total_variance": "units²", "drift_last_angle": "radians", "drift_start_angle": "radians"}
 
@@ -93,24 +102,26 @@ def _draw_metric(axes: Any, history: History, metric: str, looks: Looks) -> None
     """One metric of all sites, with its alarms."""
     shown, few = False, len(history.sites) <= LEGEND_UP_TO
     for site in history.sites:
-        values = np.array([np.nan if v is None else v for v in site.values(metric)], dtype=float)
+        values = series(site, metric, history.steps)
         shown |= bool(np.isfinite(values).any())
-        marked = list(range(len(values))) if len(values) <= FEW_STEPS else _isolated(values)
         style = {
             "lw": 1.3 if few else 0.9,
             "marker": ".",
             "ms": 6 if few else 4,
-            "markevery": marked,
+            "markevery": marked(values, FEW_STEPS),
             **looks[site.name],
         }
-        axes.plot(site.steps, values, label=site.name, **style)
-    alerts = [alert for alert in history.alerts if (alert.metric, alert.view) == (metric, history.view)]
+        axes.plot(history.steps, values, label=site.name, **style)
+    alerts = [a for a in history.alerts if (a.metric, a.view) == (metric, history.view)]
+    alerts = [a for a in alerts if abs(a.value) <= LARGEST]
     if alerts:
         axes.plot([a.step for a in alerts], [a.value for a in alerts], zorder=4, **ALARM)
     axes.set_title(plain(_title(metric, history), LONGEST_TITLE), fontsize=10)
     axes.grid(alpha=0.25)
     if not shown:
-        axes.text(0.5, 0.5, "not defined in this run", ha="center", va="center", transform=axes.transAxes)
+        defined = any(value is not None for site in history.sites for value in site.values(metric))
+        said = "too large to be drawn" if defined else "not defined in this run"
+        axes.text(0.5, 0.5, said, ha="center", va="center", transform=axes.transAxes)
         axes.set_yticks([])
     _set_range(axes, metric)
 
@@ -121,18 +132,12 @@ def _title(metric: str, history: History) -> str:
     return f"{metric}, {UNITS[metric]}" if metric in UNITS else metric
 
 
-def _isolated(values: np.ndarray) -> list[int]:
-    """Places of values without a neighbour, which no line shows."""
-    known = np.pad(np.isfinite(values), 1)
-    return np.flatnonzero(known[1:-1] & ~known[:-2] & ~known[2:]).tolist()
-
-
 def _set_range(axes: Any, metric: str) -> None:
     """Shares from 0 to 1, sizes in logarithms, the rest from zero unless that flattens the curves."""
     low, high = axes.dataLim.intervaly
     if metric in SHARES:
         axes.set_ylim(-0.04, 1.04)
-    elif metric in LOGARITHMIC and 1 / LARGEST < low < high < LARGEST:
+    elif metric in LOGARITHMIC and 1 / LARGEST_LOGARITHM < low < high < LARGEST_LOGARITHM:
         axes.set_yscale("log")
         label_decades(axes.yaxis, high / low)
     elif 0 <= low < high / 2:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
-import torch
 from torch import Tensor
 
 __all__ = ["POINTS", "VIEWS", "Alert", "Sink", "SpectrumRecord", "View", "thinned"]
@@ -32,9 +31,9 @@ class SpectrumRecord:
     variance: Sequence[float]  # in activation units squared, descending
     rounding_floor: float  # variances at or below this are noise
     trusted: int  # how many variances stand above it
-    extreme: int  # rows of extreme norm in this window, in the view of all tokens alone
-    extreme_share: float  # their share of the variance of that view
-    heavy_tailed: bool  # more than 5 % were extreme: both views are the same
+    extreme: int  # rows of extreme norm among those of this window, in the view of all tokens alone
+    extreme_share: float  # their share of the variance of these rows
+    heavy_tailed: bool  # more than 5 % were extreme: of this window both views hold the same rows
     nonfinite: int  # rows with NaN or inf, left out
     tokens: Mapping[str, int]  # of the window: "kept", and left out by reason; empty where none are known
 
@@ -89,7 +88,7 @@ class Sink(Protocol):
 
 
 def thinned(spectrum: Tensor) -> tuple[list[int], list[float]]:
-    """At most `POINTS` variances of a spectrum, evenly in the logarithm of their index.
+    """At most `POINTS` variances of a spectrum, about evenly in the logarithm of their index.
 
     Args:
         spectrum: variances (M,), descending.
@@ -98,7 +97,10 @@ def thinned(spectrum: Tensor) -> tuple[list[int], list[float]]:
         Indices from 1, ascending, and the variances to seven digits.
     """
     m = len(spectrum)
-    places = torch.logspace(0, 1, min(m, POINTS), base=max(m, 1), dtype=torch.float64)
-    index = torch.arange(1, m + 1) if m <= POINTS else places.round().long().unique()
-    values = spectrum.cpu()[index - 1].tolist()
-    return index.tolist(), [float(f"{value:.7g}") for value in values]
+    count = min(m, POINTS)
+    index: list[int] = []
+    for i in range(count):  # where logarithms ask for the same whole number twice, the next one is taken
+        even = round(m ** (i / (count - 1))) if count > 1 else 1
+        index.append(min(max(even, i + 1), m - (count - 1 - i)))
+    values = spectrum.tolist()
+    return index, [float(f"{values[place - 1]:.7g}") for place in index]

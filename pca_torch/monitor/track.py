@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -68,8 +69,13 @@ class SiteTrack:
         self.averages: dict[View, Moments | HeadMoments] = {}  # of rows that weigh less the older they are
         self.drifts: dict[tuple[View, int | None], Drift] = {}
 
+    def age(self) -> None:
+        """Let a window without rows pass: those of earlier ones weigh less."""
+        for average in self.averages.values():
+            average.discount(self.settings.decay or 1.0)
+
     def records(self, step: int, counted: Counted) -> list[SpectrumRecord]:
-        """Measure what was counted; views that hold fewer than two rows are left out.
+        """Measure what was counted; views of fewer than two rows are left out.
 
         Args:
             step: optimizer steps done.
@@ -79,9 +85,9 @@ class SiteTrack:
         solved: dict[int, list[_Solved]] = {}  # where no row is extreme both views are one statistic
         found: list[SpectrumRecord] = []
         for view, window in zip(VIEWS, (typical, everything), strict=True):
-            if window.n_samples < 2:
-                continue
             statistic = self._averaged(view, window)
+            if statistic.n_samples < 2:
+                continue
             if id(statistic) not in solved:
                 solved[id(statistic)] = self._solve(statistic)
             of_view = solved[id(statistic)]
@@ -110,7 +116,9 @@ class SiteTrack:
     def _solve_one(self, moments: Moments) -> _Solved:
         k = min(self.settings.n_components, moments.n_samples, moments.n_features)
         with one_thread(moments.n_features):
-            result = covariance.solve(moments, k)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "total variance is zero")  # the record shows it
+                result = covariance.solve(moments, k)
             uncentred = None
             if needs_uncentred(self.settings.metrics):
                 with exact_products(result.mean.device):
@@ -188,7 +196,9 @@ class SiteTrack:
             own = State(prefixed("drift", state.tensors(f"drifts.{number}")), about)
             view = own.choice("view", VIEWS)
             head = own.fact("head", "an index or None", lambda n: n is None or (type(n) is int and n >= 0))
-            self.drifts[view, head] = Drift.from_state(*own.part("drift"))
+            drift = Drift.from_state(*own.part("drift"))
+            drift.n_components = self.settings.n_components
+            self.drifts[view, head] = drift
         state.done()
 
 

@@ -103,7 +103,7 @@ class OnDisk:
         the squares by 2δt, u·|mean|/std of them.
         """
         n, depth, blocks = 0, 0, 0
-        mean = torch.zeros(self._sources[0].n_features, dtype=torch.float64)
+        mean = torch.zeros(self._sources[0].n_features, dtype=torch.float64, device="cpu")
         rest, scatter, largest = torch.zeros_like(mean), torch.zeros_like(mean), torch.zeros_like(mean)
         for rows in self._blocks():
             first = rows.mean(0)

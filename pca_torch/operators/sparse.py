@@ -186,7 +186,9 @@ def _as_csr(x: Any) -> tuple[Tensor, torch.dtype]:
 def _csr(starts: Tensor, places: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
     """CSR in float64, its entries in order and each once."""
     if _ascending(starts, places):
-        return torch.sparse_csr_tensor(starts, places, values.double(), tuple(shape), check_invariants=True)
+        return torch.sparse_csr_tensor(
+            starts, places, values.double(), tuple(shape), device=values.device, check_invariants=True
+        )
     row = torch.arange(shape[0], device=starts.device).repeat_interleave(starts.diff())
     return _csr_of_coo(torch.stack([row, places.long()]), values, shape)
 
@@ -195,7 +197,9 @@ def _csr_of_coo(indices: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor
     """CSR in float64; entries that stand twice are summed there."""
     return (
         torch
-        .sparse_coo_tensor(indices, values.double(), tuple(shape), check_invariants=True)
+        .sparse_coo_tensor(
+            indices, values.double(), tuple(shape), device=values.device, check_invariants=True
+        )
         .coalesce()
         .to_sparse_csr()
     )
@@ -261,7 +265,9 @@ def _with_values(x: Tensor, values: Tensor) -> Tensor:
 def _of_parts(starts: Tensor, places: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
     """A CSR that owns its parts: those of another are views, which would keep all of it alive."""
     starts, places, values = (part.detach() for part in (starts, places, values))
-    return torch.sparse_csr_tensor(starts, places, values, tuple(shape), check_invariants=False)
+    return torch.sparse_csr_tensor(
+        starts, places, values, tuple(shape), device=values.device, check_invariants=False
+    )
 
 
 def _columns(by_columns: Tensor, w: Tensor, dtype: torch.dtype) -> Columns:

@@ -68,7 +68,7 @@ def tiny_batch(model: nn.Module) -> dict[str, Tensor] | None:
     """Arguments for the cheapest forward of a model of transformers; None for any other."""
     root = unwrapped(model)
     main = getattr(root, "main_input_name", None)
-    where = next(model.parameters(), torch.empty(0)).device
+    where = next(model.parameters(), torch.empty(0, device="cpu")).device
     config: Any = getattr(root, "config", None)
     if main == "input_ids":
         ids = torch.zeros(1, 1, dtype=torch.long, device=where)
@@ -76,7 +76,8 @@ def tiny_batch(model: nn.Module) -> dict[str, Tensor] | None:
         return {"input_ids": ids} | ({"decoder_input_ids": ids} if both else {})
     size = getattr(config, "image_size", None) or 32
     if main == "pixel_values" and isinstance(size, int):
-        return {"pixel_values": torch.zeros(1, getattr(config, "num_channels", 3), size, size, device=where)}
+        channels, dtype = getattr(config, "num_channels", 3), getattr(root, "dtype", torch.float32)
+        return {"pixel_values": torch.zeros(1, channels, size, size, dtype=dtype, device=where)}
     return None
 
 

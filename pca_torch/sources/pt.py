@@ -73,7 +73,7 @@ class TorchSource:
         """
         if not self.n_rows:
             return
-        buffer = torch.empty(self.block_rows, self.n_features, dtype=self.dtype)
+        buffer = torch.empty(self.block_rows, self.n_features, dtype=self.dtype, device="cpu")
         with self.path.open("rb") as file:  # held open: a new file of this name is not this one
             if fingerprint(file.fileno()) != self._stat:
                 raise ValueError(changed(self.path))

@@ -151,7 +151,7 @@ def _dropped(result: PCAResult) -> Tensor:
     most uneven way to share the sum gives the widest bounds.
     """
     k, d = result.n_components, result.n_features
-    rest = torch.zeros(d - k, dtype=torch.float64)
+    rest = torch.zeros(d - k, dtype=torch.float64, device="cpu")
     known = result.spectrum[k:].cpu()
     rest[: len(known)] = known
     missing = (result.total_variance - result.spectrum.sum()).item()

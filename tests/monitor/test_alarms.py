@@ -6,8 +6,9 @@ import warnings
 
 import pytest
 
-from pca_torch.monitor.alarms import Alarm, Watch, check_alarms, is_among, sentence, warn
+from pca_torch.monitor.alarms import Alarm, check_alarms, is_among, sentence, warn
 from pca_torch.monitor.record import Alert, SpectrumRecord
+from pca_torch.monitor.watch import Watch
 
 
 def record(step, value, site="layers.0:output", view="typical", head=None, metric="rank_95"):

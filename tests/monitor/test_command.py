@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 
 import pytest
 
@@ -15,14 +16,14 @@ COMMAND = [sys.executable, "-m", "pca_torch", "monitor"]
 PICTURES = ["spectra_metrics.png", "spectra_spectrum.png"]
 
 
-def run(*arguments, cwd=None):
+def run(*arguments, cwd=None, width=80):
     return subprocess.run(
         [*COMMAND, *map(str, arguments)],
         cwd=cwd,
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"COLUMNS": "80"},
+        env=os.environ | {"COLUMNS": str(width)},
     )
 
 
@@ -48,9 +49,16 @@ def test_the_table_is_shown_and_the_pictures_lie_beside_the_log(file):
     table, written = done.stdout.split("wrote ")
     assert max(map(len, table.splitlines())) <= 80
     assert table.startswith("LlamaForCausalLM, steps 1 to 30, 4 logged, typical tokens")
-    assert "".join(written.split()) == ",".join(str(file.parent / name) for name in PICTURES)
+    assert written == ", ".join(str(file.parent / name) for name in PICTURES) + "\n"
     for name in PICTURES:
         assert (file.parent / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_names_of_files_are_whole_where_the_terminal_is_narrow(file):
+    pytest.importorskip("matplotlib")
+    written = run(file, width=40).stdout.splitlines()[-1]
+    assert written == "wrote " + ", ".join(str(file.parent / name) for name in PICTURES)
+    assert len(written) > 40
 
 
 def test_a_summary_is_printed_as_json_alone(file, tmp_path, capsys):
@@ -102,10 +110,14 @@ def errors(folder):
     log = logs.write(folder / "spectra.jsonl", logs.log(1, 2, 8, views=("typical",)))
     header = folder / "header.jsonl"
     header.write_text(log.read_text().splitlines()[0] + "\n")
+    bare = logs.log(1, 2, 8)
+    bare = replace(bare, records=[replace(record, metrics={}) for record in bare.records])
+    bare = logs.write(folder / "bare.jsonl", bare)
     text = folder / "text.jsonl"
     text.write_text("step 1\n")
     return {
         "a header alone": ([header], "header.jsonl: the log has a header alone"),
+        "no metric": ([bare], "bare.jsonl: the log has no metric"),
         "no log": ([text], "text.jsonl: is no log of a monitor"),
         "no file": ([folder / "none.jsonl"], "none.jsonl"),
         "a folder": ([folder], str(folder)),

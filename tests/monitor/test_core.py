@@ -80,6 +80,20 @@ def run(tmp_path, first=1, last=STEPS, training=None, state=None, **settings):
     return training, monitor, read_log(tmp_path / "log.jsonl")
 
 
+def lines_of(path):
+    """The lines of a log, of the first all but the number that tells runs apart."""
+    first, *others = path.read_bytes().splitlines()
+    return [{name: value for name, value in json.loads(first).items() if name != "id"}, *others]
+
+
+def assert_same_state(one, other):
+    """That both go on alike, bit for bit."""
+    (one, facts), (other, more) = (unpack(monitor.state_dict()) for monitor in (one, other))
+    assert facts | {"id": ""} == more | {"id": ""}
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def by_key(log):
     return {(r.step, r.site, r.view): r for r in log.records}
 
@@ -156,16 +170,15 @@ def test_a_resumed_run_logs_the_same_lines(tmp_path, settings, at):
         file.write(json.dumps(last | {"step": at + 1}) + "\n{")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     training, resumed, _ = run(tmp_path / "broken", at + 1, STEPS, training, state, **settings, **alarms)
-    assert broken.read_bytes() == (tmp_path / "whole" / "log.jsonl").read_bytes()
-    before, after = (one.state_dict() for one in (whole, resumed))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert lines_of(broken) == lines_of(tmp_path / "whole" / "log.jsonl")
+    assert_same_state(whole, resumed)
 
 
 def test_a_state_of_other_sites_begins_anew_for_them(tmp_path):
     training, monitor, _ = run(tmp_path, last=10, sites="layers.0")
     state = monitor.state_dict()
-    _, _, log = run(tmp_path, 11, 15, training, state, sites="layers.[01]")
+    with pytest.warns(UserWarning, match=r"does not know 'layers\.1:output'; these begin anew"):
+        _, _, log = run(tmp_path, 11, 15, training, state, sites="layers.[01]")
     found = by_key(log)
     assert found[15, "layers.0:output", "all"].metrics["drift_last"] is not None
     assert found[15, "layers.1:output", "all"].metrics["drift_last"] is None
@@ -251,14 +264,14 @@ def test_a_pause_does_not_count(tmp_path):
 @pytest.mark.parametrize(
     ("calls", "told"),
     [
-        (lambda model: model.eval()(**batch_of(1)), "1 forwards ran in eval mode"),
+        (lambda model: model.eval()(**batch_of(1)), "all forwards ran in eval mode"),
         (lambda model: model.layers[0](torch.randn(3, 16)), "was not running"),
-        (lambda model: None, "no token reached 'layers.0:output', 'layers.1:output'"),
+        (lambda model: None, "fewer than two tokens reached 'layers.0:output', 'layers.1:output'"),
     ],
 )
 def test_why_nothing_is_logged_is_said(tmp_path, calls, told):
     training = Training()
-    sites = ["layers.0", "layers.1"] if "no token" in told else ["layers.0"]
+    sites = ["layers.0", "layers.1"] if "reached" in told else ["layers.0"]
     with SpectrumMonitor(training.model, sites, 1, path=tmp_path / "log.jsonl") as monitor:
         calls(training.model)
         with pytest.warns(UserWarning, match=told):
@@ -333,19 +346,177 @@ def test_a_full_disk_does_not_end_training_and_loses_nothing(tmp_path):
     assert sink.closed
 
 
-def test_alarms_are_written_before_they_are_called(tmp_path):
-    def stop(alert):
+def test_a_sink_that_cannot_be_closed_keeps_nothing_from_the_others(tmp_path):
+    class Broken(Failing):
+        def close(self):
+            raise OSError("no network")
+
+    sinks, training = [Broken(), Failing()], Training()
+    for sink in sinks:
+        sink.full = False
+    with SpectrumMonitor(training.model, "layers.0", 5, path=tmp_path / "l.jsonl", sinks=sinks) as monitor:
+        training.step(1)
+        monitor.step()
+        with pytest.warns(UserWarning, match="Broken could not be closed"):
+            monitor.stop()
+    assert sinks[1].closed
+
+
+def test_records_that_are_told_as_lost_do_not_come_back(tmp_path):
+    sink, training = Failing(), Training()
+    monitor = SpectrumMonitor(training.model, "layers.0", 1, path=tmp_path / "l.jsonl", sinks=[sink])
+    with monitor:
+        training.step(1)
+        state = monitor.state_dict()
+        with pytest.warns(UserWarning, match="could not write"):
+            monitor.step()
+        with pytest.warns(UserWarning, match="records of 1 logged steps are lost"):
+            monitor.stop()
+    monitor.load_state_dict(state)
+    sink.full = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the log of the first start moves aside
+        monitor.start()
+    training.step(1)
+    monitor.step()
+    monitor.stop()
+    assert [records[0].step for records, _ in sink.written] == [1]
+
+
+def test_alarms_are_written_before_they_are_called_and_all_of_them_are(tmp_path):
+    def fail(alert):
         told.append(alert)
         raise ArithmeticError(alert.rule)
 
     told, training, path = [], Training(), tmp_path / "log.jsonl"
-    alarms = [Alarm("rank_50 > 1", stop)]
+    alarms = [Alarm("rank_50 > 1", fail), Alarm("rank_90 > 1", told.append)]
     with SpectrumMonitor(training.model, "layers.0", 1, path=path, alarms=alarms) as monitor:
         training.step(1)
         with pytest.raises(ArithmeticError, match="rank_50 > 1"):
             monitor.step()
+        assert monitor.steps == 1
+        training.step(2)
+        monitor.step()  # the loop may go on
     assert [alert.to_dict() for alert in read_log(path).alerts] == [alert.to_dict() for alert in told]
-    assert told[0].value == monitor.latest[0].metrics["rank_50"]
+    assert [alert.rule for alert in told] == ["rank_50 > 1", "rank_90 > 1"]
+    assert [record.step for record in read_log(path).records] == [1, 1, 2, 2]
+
+
+def test_the_log_of_another_run_is_left_alone_by_a_resumed_one(tmp_path):
+    training, monitor, _ = run(tmp_path, last=10)
+    state = monitor.state_dict()
+    with pytest.warns(UserWarning, match="held the log of an earlier run"):
+        run(tmp_path, last=15)  # on the same path
+    other = (tmp_path / "log.jsonl").read_bytes()
+    with pytest.warns(UserWarning, match="held the log of another run"):
+        _, _, log = run(tmp_path, 11, 15, training, state)
+    assert (tmp_path / "log.2.jsonl").read_bytes() == other
+    assert {record.step for record in log.records} == {15}
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("resumed", [False, True], ids=["started_again", "resumed"])
+def test_a_step_that_did_not_end_counts_once_when_it_is_done_again(tmp_path, window, resumed):
+    training = Training()
+    settings = {"sites": "layers.0", "every_n_steps": 4, "window": window, "path": tmp_path / "l.jsonl"}
+    monitor = SpectrumMonitor(training.model, **settings)
+    monitor.start()
+    for number in range(1, 4):
+        training.step(number)
+        monitor.step()
+    training.model(**batch_of(4))  # and then something raised
+    state = monitor.state_dict()
+    monitor.stop()
+    if resumed:
+        monitor = SpectrumMonitor(training.model, **settings)
+        monitor.load_state_dict(state)
+    with monitor:
+        training.step(4)
+        (record, _) = monitor.step()
+    assert record.n_samples == 43 * window
+    assert record.tokens == {"padding": 5 * window, "kept": 43 * window}
+
+
+class Pooled(nn.Module):
+    """A site of one row for each sequence, or of another width, at the will of a test."""
+
+    def __init__(self):
+        super().__init__()
+        self.site, self.weight = nn.Identity(), nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return self.site(x) * self.weight
+
+
+def test_old_rows_weigh_less_with_every_window_whatever_that_holds(tmp_path):
+    model, decay = Pooled(), 0.5
+    batches = [torch.randn(n, 4, dtype=torch.float64) for n in (20, 0, 1, 9)]
+    rows, weights = torch.empty(0, 4), torch.empty(0)
+    with SpectrumMonitor(model, "site", 1, decay=decay, path=tmp_path / "l.jsonl") as monitor:
+        for batch in batches:
+            if len(batch):
+                model(batch).sum().backward()
+                monitor.step()
+            else:
+                with pytest.warns(UserWarning, match="fewer than two tokens reached 'site:output'"):
+                    monitor.step()
+            rows = torch.cat([rows.double(), batch])
+            weights = torch.cat([weights.double() * decay, torch.ones(len(batch)).double()])
+    record = next(record for record in monitor.latest if record.view == "all")
+    want = weighted_spectrum(rows, weights)
+    torch.testing.assert_close(torch.tensor(record.variance).double(), want, rtol=1e-6, atol=0)
+    assert record.n_samples == 30
+    assert record.n_effective == pytest.approx(
+        weights.sum().item() ** 2 / weights.square().sum().item(), rel=1e-12
+    )
+    undiscounted = weighted_spectrum(rows, torch.where(weights < 0.2, weights * 2, weights))
+    assert not torch.allclose(want, undiscounted, rtol=1e-3)
+
+
+def test_rows_that_cannot_be_counted_end_no_training(tmp_path):
+    model = Pooled()
+    with SpectrumMonitor(model, "site", 1, path=tmp_path / "l.jsonl") as monitor:
+        for x, told in (
+            (torch.full((5, 4), 1e80, dtype=torch.float64), "beyond 1e"),
+            (torch.full((5, 4), torch.nan), "no two rows without NaN or inf"),
+        ):
+            model(x).sum().backward()
+            with pytest.warns(UserWarning, match=told):
+                assert monitor.step() == []
+        for width in (4, 6, 6):
+            model(torch.randn(8, width)).sum().backward()
+            if (width, monitor.steps) == (6, 3):
+                with pytest.warns(UserWarning, match="site:output is not logged: .*features.*begin anew"):
+                    assert monitor.step() == []
+            else:
+                assert [record.n_features for record in monitor.step()] == [width, width]
+
+
+def test_a_selection_may_serve_two_monitors(tmp_path):
+    training, selection = Training(), TokenSelection()
+    monitors = [
+        SpectrumMonitor(training.model, "layers.0", 1, selection=selection, path=tmp_path / f"{i}.jsonl")
+        for i in range(2)
+    ]
+    with monitors[0], monitors[1]:
+        training.step(1)
+        for monitor in monitors:
+            assert monitor.step()[0].tokens == {"padding": 5, "kept": 43}
+
+
+def test_a_metric_that_fails_is_none_and_ends_no_training(tmp_path):
+    def own(result):
+        raise ZeroDivisionError("no such thing")
+
+    training = Training()
+    with SpectrumMonitor(
+        training.model, "layers.0", 1, metrics=["rank_95", own], path=tmp_path / "l"
+    ) as monitor:
+        training.step(1)
+        with pytest.warns(UserWarning, match="the metric `own` is not logged: no such thing"):
+            (record, _) = monitor.step()
+    assert record.metrics["own"] is None
+    assert record.metrics["rank_95"] > 0
 
 
 def test_an_alarm_may_ask_for_the_end_of_training(tmp_path):
@@ -363,6 +534,9 @@ def test_an_alarm_may_ask_for_the_end_of_training(tmp_path):
         training.step(2)
         monitor.step()
         assert monitor.should_stop
+        monitor.stop()
+        monitor.reset()
+        assert not monitor.should_stop
 
 
 def test_a_reset_monitor_is_a_new_one(tmp_path):
@@ -370,9 +544,7 @@ def test_a_reset_monitor_is_a_new_one(tmp_path):
     monitor.reset(30)
     fresh = SpectrumMonitor(training.model, "layers.*", 5, window=2, decay=0.5, path=tmp_path / "log.jsonl")
     fresh.reset(30)
-    before, after = fresh.state_dict(), monitor.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert_same_state(monitor, fresh)
     assert (monitor.steps, monitor.latest) == (30, [])
     with pytest.raises(ValueError, match="`steps` must be an integer ≥ 0"):
         monitor.reset(-1)
@@ -394,6 +566,8 @@ def test_a_reset_monitor_is_a_new_one(tmp_path):
         ({"precision": "half"}, "`precision` must be"),
         ({"selection": "attention_mask"}, "`selection` must be a `TokenSelection`"),
         ({"sinks": [3]}, "`sinks` must hold"),
+        ({"sites": []}, "`sites` is empty"),
+        ({"metrics": []}, "`metrics` is empty"),
     ],
 )
 def test_arguments_out_of_range_are_refused_before_training(tmp_path, settings, why):

@@ -97,9 +97,11 @@ def test_a_step_without_tokens_is_a_gap(figure):
         for site in "ab"
         if (site, step) != ("a", 20)
     ]
-    columns, _, values = mesh(panels(figure(draw_spectra, of(records)))["a"])
+    axes = panels(figure(draw_spectra, of(records)))["a"]
+    columns, _, values = mesh(axes)
     np.testing.assert_array_equal(columns, [5, 15, 25, 35])
     np.testing.assert_array_equal(np.ma.getmaskarray(values)[0], [False, True, False])
+    np.testing.assert_array_equal(axes.get_lines()[0].get_ydata(), [3, np.nan, 3])  # of 3 equal variances
 
 
 def test_other_indices_are_interpolated(figure):

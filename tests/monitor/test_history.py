@@ -110,6 +110,21 @@ def test_a_header_alone_is_an_error():
         arrange(Log(run=logs.run([]), records=[], alerts=[], resumed=[]))
 
 
+@pytest.mark.parametrize("metrics", [None, ["nesum"]])
+def test_a_log_without_metrics_is_an_error(metrics):
+    log = logs.log(1, 2, 8)
+    bare = [replace(record, metrics={}) for record in log.records]
+    with pytest.raises(ValueError, match="the log has no metric; give the monitor some, or read the spectra"):
+        arrange(replace(log, records=bare), metrics=metrics)
+
+
+def test_the_mean_over_heads_does_not_overflow():
+    record = logs.record(10, "attn:k", logs.spectrum(8, 1.0))
+    heads = [replace(record, head=h, metrics={"own": 1.5e308}) for h in range(3)]
+    history = arrange(Log(run=logs.run(["attn:k"]), records=heads, alerts=[], resumed=[]))
+    assert history.sites[0].values("own") == [pytest.approx(1.5e308, rel=1e-15)]  # two additions
+
+
 def test_the_summary_has_the_ends_and_the_extremes():
     log = logs.log(3, 9, 16, collapse=True)
     history = arrange(log, metrics=["rank_95", "drift_last"])

@@ -11,6 +11,7 @@ import pytest
 from pca_torch.monitor.history import arrange
 from pca_torch.monitor.log_file import Log
 from pca_torch.monitor.picture import draw_metrics
+from pca_torch.monitor.record import Alert
 from tests.monitor import logs
 from tests.monitor.drawn import assert_legible, figure, panels
 
@@ -137,15 +138,46 @@ def test_a_value_between_gaps_is_marked(figure):
     assert list(line.get_markevery()) == [51]
 
 
+def test_a_line_breaks_where_the_site_has_no_record(figure):
+    log = logs.log(2, 4, 16, views=("typical",))
+    site = log.run["sites"][0]
+    gone = [r for r in log.records if (r.site, r.step) != (site, 10)]
+    line = lines(panels(figure(draw_metrics, replace(log, records=gone), metrics=["nesum"]))["nesum"])[site]
+    kept = {r.step: r.metrics["nesum"] for r in gone if r.site == site}
+    np.testing.assert_array_equal(line.get_xdata(), [1, 10, 20, 30])
+    np.testing.assert_array_equal(line.get_ydata(), [kept.get(step, np.nan) for step in (1, 10, 20, 30)])
+
+
+SAID = {"none": "not defined in this run", "large": "too large to be drawn"}
+
+
 @pytest.mark.parametrize(
-    "values", [[None, None], [0, 0], [0.0], [1e-300, 1e300], [-1.0, 2.0], [5, None]], ids=str
+    ("values", "said"),
+    [
+        ([None, None], ["none"]),
+        ([0, 0], []),
+        ([0.0], []),
+        ([1e-300, 1e300], []),
+        ([-1e300, 1e300], []),
+        ([-1.0, 2.0], []),
+        ([5, None], []),
+        ([1e-320, 5e-324], []),
+        ([1.7e308, 1.0, -1.7e308], []),
+        ([1.7e308, None], ["large"]),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("name", ["own", "total_variance", "drift_start"])
-def test_any_values_are_drawn_without_a_warning(figure, values, name):
-    drawn = figure(draw_metrics, with_values(values, name))
-    assert [t.get_text() for t in drawn.axes[0].texts] == (
-        [] if any(v is not None for v in values) else ["not defined in this run"]
-    )
+def test_any_values_are_drawn_without_a_warning(figure, values, said, name):
+    log = with_values(values, name)
+    alarms = [
+        Alert(step=10, site="a", view="typical", head=None, metric=name, value=value, rule=f"{name} > 0")
+        for value in values
+        if value is not None
+    ]
+    drawn = figure(draw_metrics, replace(log, alerts=alarms))
+    drawn.canvas.draw()  # ticks are computed here
+    assert [t.get_text() for t in drawn.axes[0].texts] == [SAID[one] for one in said]
 
 
 def test_names_are_no_mathematics(figure):
