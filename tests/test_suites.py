@@ -22,7 +22,8 @@ U32, U64 = (torch.finfo(dtype).eps / 2 for dtype in (torch.float32, torch.float6
 
 def run(*words, **more):
     """Pytest in a process of its own, on one thread."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100", **more}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    env = {**own, "OMP_NUM_THREADS": "1", "COLUMNS": "100", **more}  # else nothing is timed there
     command = [sys.executable, "-m", "pytest", *map(str, words)]
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, env=env, timeout=240, check=False

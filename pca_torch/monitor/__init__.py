@@ -49,3 +49,7 @@ def __getattr__(name: str) -> Any:
             require("lightning", "lightning", name)
         return import_module("pca_torch.monitor.lightning_callback").LightningSpectrumCallback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "LightningSpectrumCallback", "TrainerSpectrumCallback"})

@@ -29,7 +29,7 @@ from pca_torch.selection import TokenSelection
 from pca_torch.sites import Site, find_sites
 from pca_torch.spectrum import FIT_RANGE, check_fit_range
 
-__all__ = ["SpectrumMonitor"]
+__all__ = ["SpectrumMonitor", "check_monitor"]
 
 
 class SpectrumMonitor:
@@ -45,9 +45,9 @@ class SpectrumMonitor:
     Modules are hooked in sampled steps alone: the first `window` steps of the run, and the last `window` of
     every `every_n_steps`. All forwards of such a step count (gradient accumulation), if the model is in
     training mode and autograd is on; what activation checkpointing computes again does not. At the end of a
-    window every site is decomposed in two views, with every token and with those of typical norm, and
-    records go to the sinks. Nothing the model computes is changed. Compiled code runs eagerly in sampled
-    steps; hand over the compiled model, not the one inside it.
+    window every site is decomposed in two views, with every token and with those of typical norm, in O(D³)
+    each, and records go to the sinks. Nothing the model computes is changed, but that compiled code runs
+    eagerly in sampled steps: hand over the compiled model, not the one inside it.
 
     Where torch.distributed is initialised, the ranks of `process_group` must call `step` alike; their
     statistics are merged on the first, which alone logs and calls alarms.
@@ -332,6 +332,19 @@ class SpectrumMonitor:
         if rank == place_in(self._group)[0]:
             self._window = counted
         self.steps, self._id, self.should_stop = steps, run, False
+
+
+def check_monitor(monitor: Any) -> None:
+    """Refuse what is no monitor where a callback needs one.
+
+    Args:
+        monitor: what was given.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(monitor, SpectrumMonitor):
+        raise TypeError(f"`monitor` must be a `SpectrumMonitor`, got {monitor!r:.60}; make one of the model.")
 
 
 def _check_sinks(sinks: Any) -> list[Sink]:

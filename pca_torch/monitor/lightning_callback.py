@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from pca_torch.monitor.core import SpectrumMonitor
+from pca_torch.monitor.core import SpectrumMonitor, check_monitor
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -44,10 +44,14 @@ class LightningSpectrumCallback(Callback):
     Args:
         monitor: of the model in training; its process group must be all ranks of the trainer.
         name: of its state in checkpoints; a second callback needs another one.
+
+    Raises:
+        TypeError: `monitor` is none.
     """
 
     def __init__(self, monitor: SpectrumMonitor, name: str = "spectrum_monitor") -> None:
         super().__init__()
+        check_monitor(monitor)
         self.monitor = monitor
         self.name = name
         self._global_step = 0  # of the trainer, when it was last looked at

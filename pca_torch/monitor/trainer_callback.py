@@ -14,7 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from pca_torch._files import replacing
 from pca_torch._safetensors import naming
-from pca_torch.monitor.core import SpectrumMonitor
+from pca_torch.monitor.core import SpectrumMonitor, check_monitor
 
 __all__ = ["TrainerSpectrumCallback"]
 
@@ -41,9 +41,13 @@ class TrainerSpectrumCallback(TrainerCallback):
         monitor: of the model that the Trainer trains, or of a part of it; its process group must be all
             ranks of the Trainer.
         name: begins the names of its files in checkpoints; a second callback needs another one.
+
+    Raises:
+        TypeError: `monitor` is none.
     """
 
     def __init__(self, monitor: SpectrumMonitor, name: str = "spectrum_monitor") -> None:
+        check_monitor(monitor)
         self.monitor = monitor
         self.name = name
 

@@ -37,3 +37,10 @@ def test_each_missing_package_is_named_with_its_install_line(missing, call, line
 def test_names_that_are_none_are_said():
     with pytest.raises(AttributeError, match="has no attribute 'TrainerCallback'"):
         _ = monitor.TrainerCallback
+
+
+@pytest.mark.parametrize("callback", ["TrainerSpectrumCallback", "LightningSpectrumCallback"])
+def test_callbacks_take_monitors_alone(callback):
+    assert callback in dir(monitor)
+    with pytest.raises(TypeError, match="`monitor` must be a `SpectrumMonitor`, got None"):
+        getattr(monitor, callback)(None)

@@ -171,9 +171,12 @@ def test_a_checkpoint_elsewhere_is_named_in_the_arguments(whole, killed, tmp_pat
     assert min(r.metrics["drift_start"] for r in want if r.step == 8) > 0
     assert resumed(checkpoint) == want
     for named in (None, other):  # that of another step is not taken for it
-        with pytest.warns(UserWarning, match=r"step 7 holds no spectrum_monitor\.safetensors, so drift and"):
+        with (
+            pytest.warns(UserWarning, match=r"step 7 holds no spectrum_monitor\.safetensors, so drift and"),
+            pytest.warns(UserWarning, match="held the log of another run, which is now"),
+        ):
             got = resumed(named)
-        assert [r.step for r in got] == [r.step for r in want]
+        assert [r.step for r in got] == [r.step for r in want if r.step > SAVED]
         assert [r.n_samples for r in got if r.step > SAVED] < [r.n_samples for r in want if r.step > SAVED]
         assert {r.metrics["drift_start"] for r in got if r.step == 8} == {0}  # this is the start
 
