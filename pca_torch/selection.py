@@ -72,6 +72,7 @@ class TokenSelection:
     roles_argument: str = "roles"
     mask_argument: str = "token_mask"
     positions: Tensor | None = field(default=None, init=False)  # (B, T) places, of the last forward
+    saw_labels: bool = field(default=False, init=False)  # in any forward
     _beside: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)  # for the next forward
     _has_stacks: bool = field(default=False, init=False, repr=False)  # the forward under way is of both
     _totals: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
@@ -265,6 +266,7 @@ class TokenSelection:
         """
         yield real
         labels = tokens.told(beside, "labels") if self.labels else None
+        self.saw_labels |= labels is not None
         yield None if labels is None else labels != self.label_mask_value
         yield ~is_any(tokens.ids_for("special_ids"), self.special_ids) if self.special_ids else None
         yield places >= self.drop_first if self.drop_first else None

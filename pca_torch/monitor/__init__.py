@@ -1,4 +1,7 @@
-"""Spectra of a model while it learns: `SpectrumMonitor`, what it logs, and callbacks of trainers."""
+"""Spectra of a model while it learns: `SpectrumMonitor`, what it logs, where to, and alarms.
+
+`TrainerSpectrumCallback` drives a monitor from transformers, `LightningSpectrumCallback` from Lightning.
+"""
 
 from __future__ import annotations
 

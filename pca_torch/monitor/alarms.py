@@ -210,7 +210,7 @@ def check_alarms(
             close = difflib.get_close_matches(alarm.metric, metrics, n=3, cutoff=0)
             raise ValueError(
                 f"`alarms` has the rule {alarm.rule!r}, but {alarm.metric!r} is not logged; "
-                f"nearest: {', '.join(map(repr, close))}."
+                f"add it to `metrics`, or take one that is: {', '.join(map(repr, close))}."
             )
         if sites is not None and not any(is_among(site, alarm.sites) for site in sites):
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
@@ -42,12 +43,13 @@ class SpectrumMonitor:
                 optimizer.zero_grad()
                 monitor.step()
 
-    Modules are hooked in sampled steps alone: the first `window` steps of the run, and the last `window` of
-    every `every_n_steps`. All forwards of such a step count (gradient accumulation), if the model is in
-    training mode and autograd is on; what activation checkpointing computes again does not. At the end of a
-    window every site is decomposed in two views, with every token and with those of typical norm, in O(D³)
-    each, and records go to the sinks. Nothing the model computes is changed, but that compiled code runs
-    eagerly in sampled steps: hand over the compiled model, not the one inside it.
+    Modules are hooked in sampled steps alone: the last `window` of every `every_n_steps`, and, to begin
+    with a spectrum, the first `window` of the run where they do not meet those. All forwards of such a step
+    count (gradient accumulation), if the model is in training mode and autograd is on; what activation
+    checkpointing computes again does not. At the end of a window every site is decomposed in two views,
+    with every token and with those of typical norm, in O(D³) each, and records go to the sinks. Nothing the
+    model computes is changed, but that compiled code runs eagerly in sampled steps: hand over the compiled
+    model, not the one inside it.
 
     Where torch.distributed is initialised, the ranks of `process_group` must call `step` alike; their
     statistics are merged on the first, which alone logs and calls alarms.
@@ -63,7 +65,7 @@ class SpectrumMonitor:
             extreme is decided inside their window.
         n_components: K of the V_k whose drift is followed.
         fit_range: first and last index of the fit of alpha-ReQ, from 1.
-        selection: which tokens count; None leaves out padding.
+        selection: which tokens count; None leaves out those with 0 in the argument `attention_mask`.
         path: the log, JSON lines.
         sinks: where records go besides, see `TensorBoardSink` and `WandbSink`.
         alarms: rules about metrics that call a function.
@@ -126,6 +128,7 @@ class SpectrumMonitor:
         self._step_hooks: ExitStack | None = None  # of the step under way, where it is sampled
         self._add_step: Callable[[], None] | None = None
         self._id = secrets.token_hex(8)  # no other run goes on in its log
+        self._stepped = False  # since it was started
         self.compiled = False
         self.running = False
         self.steps = 0
@@ -137,8 +140,13 @@ class SpectrumMonitor:
         self.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        never = kind is None and self.running and not self._stepped
         self.stop()
+        if never:
+            warnings.warn(
+                "no step was counted; call `monitor.step()` after each of the optimizer.", stacklevel=2
+            )
 
     def start(self) -> None:
         """Before the first step: open the sinks, and hook the model if the step to come is sampled.
@@ -153,7 +161,7 @@ class SpectrumMonitor:
             raise ValueError("`process_group` must hold this rank; make a monitor on its members alone.")
         if self._is_first:
             self._ledger.begin(self._about(), self.steps)
-        self.running, self.should_stop = True, False
+        self.running, self.should_stop, self._stepped = True, False, False
         self._hook()
 
     def stop(self) -> None:
@@ -180,6 +188,7 @@ class SpectrumMonitor:
                 "this monitor is not running; call `step` inside `with monitor:` or after `start`."
             )
         self.steps += 1
+        self._stepped = True
         try:
             add = self._unhook()
             if add is not None:

@@ -125,6 +125,11 @@ class Ledger:
                 "sites fired while the monitored model was not running, so padding and labels were not seen; "
                 "give `SpectrumMonitor` the module that is called, such as `lit.model`"
             )
+        if tally.forwards.get("unlabelled"):
+            found.append(
+                "`selection` leaves out tokens by their labels, but none reached the model; call it on "
+                "`selection.split(batch, model)`, where the batch holds them"
+            )
         if bad:
             found.append(f"{listing(bad)}: no two rows without NaN or inf, so nothing is logged")
         if silent and len(silent) == len(self.sites) and tally.forwards.get("skipped"):
@@ -132,6 +137,8 @@ class Ledger:
                 "no token counted: all forwards ran in eval mode or without autograd; call `model.train()`, "
                 "or pass `train_mode_only=False`"
             )
+        elif silent and len(silent) == len(self.sites):
+            found.append("no forward of the model counted; is it the one that is trained?")
         elif silent:
             found.append(f"fewer than two tokens reached {listing(silent)}, so nothing is logged")
         for complaint in found:

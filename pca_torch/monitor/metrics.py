@@ -177,6 +177,8 @@ def _check_metric(metric: Any) -> None:
         return
     if metric.startswith("rank_"):
         raise ValueError(f'`metrics` takes "rank_P" for a share of P percent, 0 < P ≤ 100, got {metric!r}.')
+    if several := next((name for name, parts in SEVERAL.items() if metric in parts), None):
+        raise ValueError(f"`metrics` takes {several!r} for {metric!r} and its like, got {metric!r}.")
     near = difflib.get_close_matches(metric, METRICS, n=1, cutoff=0)[0]
     raise ValueError(
         f'`metrics` must be among {", ".join(METRICS)}, any "rank_P" or functions, got {metric!r}; '

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from pca_torch._labels import clip, printable, short_names
 from pca_torch.monitor.history import History, SiteHistory
+from pca_torch.monitor.metrics import METRICS, logged_names
 from pca_torch.monitor.record import Alert
 
 __all__ = ["WIDTH", "run_table"]
@@ -53,7 +54,7 @@ def run_table(history: History, width: int = WIDTH) -> Group:
     short, pattern = short_names(sites)
     names = [clip(name, LONGEST_NAME) for name in short]
     left = {"site": names} | _sizes(history.sites)
-    asked = [name for name in COLUMNS if name in history.metrics and not history.chosen] or history.metrics
+    asked = history.metrics if history.chosen else _asked(history.metrics)
     cells = {metric: [_cell(metric, site.values(metric)) for site in history.sites] for metric in asked}
     shown = _fitting(cells, width - sum(_width(*column) + GAP for column in left.items()))
     parts = [
@@ -62,6 +63,12 @@ def run_table(history: History, width: int = WIDTH) -> Group:
         Text("\n".join(_notes(history, {metric: cells[metric] for metric in shown}, asked)), style="dim"),
     ]
     return Group(*parts, *_alarms(history.alerts, dict(zip(sites, names, strict=True)), width))
+
+
+def _asked(metrics: Sequence[str]) -> list[str]:
+    """What is shown where nothing is asked for: metrics of the user's own, then the usual ones."""
+    own = [name for name in metrics if name not in logged_names(METRICS)]
+    return [*own, *(name for name in COLUMNS if name in metrics)] or list(metrics)
 
 
 def _fitting(cells: Mapping[str, list[str]], room: int) -> list[str]:

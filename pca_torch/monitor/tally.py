@@ -18,7 +18,7 @@ class Tally:
     tokens: Mapping[str, int]  # that counted, "kept", or were left out, by reason
     nonfinite: Mapping[str, int]  # rows with NaN or inf, by site
     troubled: Mapping[str, int]  # ranks that could not count rows, by site
-    forwards: Mapping[str, int]  # "skipped": of no training; "rootless": ranks whose sites fired outside
+    forwards: Mapping[str, int]  # "skipped": of no training; ranks that are "rootless" or "unlabelled"
 
     def over_ranks(self, group: Any) -> Self:
         """The sums over all ranks, on each of them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,8 +117,9 @@ class SiteTrack:
     def _solve_one(self, moments: Moments) -> _Solved:
         k = min(self.settings.n_components, moments.n_samples, moments.n_features)
         with one_thread(moments.n_features):
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "total variance is zero")  # the record shows it
+            with nullcontext() if moments.trace > 0 else warnings.catch_warnings():
+                if not moments.trace > 0:  # of which the record tells
+                    warnings.filterwarnings("ignore", "total variance is zero")
                 result = covariance.solve(moments, k)
             uncentred = None
             if needs_uncentred(self.settings.metrics):

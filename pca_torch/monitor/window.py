@@ -154,7 +154,11 @@ class Window:
             tokens=known if self.counts.total() else {},
             nonfinite={name: site.nonfinite for name, site in sites if site.nonfinite},
             troubled=dict.fromkeys(self.troubles, 1),
-            forwards={"skipped": self.skipped, "rootless": int(self.rootless)},
+            forwards={
+                "skipped": self.skipped,
+                "rootless": int(self.rootless),
+                "unlabelled": int(self.selection.labels and not self.selection.saw_labels and bool(known)),
+            },
         )
 
     @property

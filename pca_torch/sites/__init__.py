@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
@@ -43,7 +43,11 @@ def find_sites(model: nn.Module, sites: str | Site | Sequence[str | Site] | None
         TypeError: a name is no text.
     """
     tree = Tree(model)
-    given = ["resid"] if sites is None else [sites] if isinstance(sites, str | Site) else list(sites)
+    given = ["resid"] if sites is None else [sites] if isinstance(sites, str | Site) else sites
+    if isinstance(given, nn.Module) or not isinstance(given, Iterable):
+        raise TypeError(
+            f"`sites` must be names or sites, got {type(given).__name__}; name a module by its path."
+        )
     found: dict[tuple[nn.Module, str], Site] = {}
     for one in given:
         for site in [one] if isinstance(one, Site) else _parse(tree, one):

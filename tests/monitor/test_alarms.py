@@ -223,7 +223,10 @@ def test_alarms_that_could_never_ring_are_refused():
     alarms = [Alarm("rank_95 drops 50% within 20 steps", warn, sites="layers.*")]
     assert check_alarms(alarms, ["rank_95"], ["layers.0:output"], every=20) == tuple(alarms)
     assert check_alarms(alarms) == tuple(alarms)
-    with pytest.raises(ValueError, match="but 'rank_95' is not logged; nearest: 'rank_99', 'alpha_req'"):
+    with pytest.raises(
+        ValueError,
+        match="but 'rank_95' is not logged; add it to `metrics`, or take one that is: 'rank_99', 'alpha_req'",
+    ):
         check_alarms(alarms, ["alpha_req", "rank_99"])
     with pytest.raises(ValueError, match=r"`sites` 'layers.\*', which match no site that is logged: 'norm:o"):
         check_alarms(alarms, None, ["norm:output"])

@@ -21,11 +21,12 @@ class Net(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(40, 16)
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.depth = 3  # of them run
         self.head = nn.Linear(16, 40)
 
     def forward(self, input_ids, attention_mask=None):
         x = self.embed(input_ids)
-        for layer in self.layers:
+        for layer in self.layers[: self.depth]:
             x = x + torch.tanh(layer(x))
         return self.head(x)
 
@@ -266,17 +267,46 @@ def test_a_pause_does_not_count(tmp_path):
     [
         (lambda model: model.eval()(**batch_of(1)), "all forwards ran in eval mode"),
         (lambda model: model.layers[0](torch.randn(3, 16)), "was not running"),
-        (lambda model: None, "fewer than two tokens reached 'layers.0:output', 'layers.1:output'"),
+        (lambda model: None, "no forward of the model counted; is it the one that is trained"),
     ],
 )
 def test_why_nothing_is_logged_is_said(tmp_path, calls, told):
     training = Training()
-    sites = ["layers.0", "layers.1"] if "reached" in told else ["layers.0"]
-    with SpectrumMonitor(training.model, sites, 1, path=tmp_path / "log.jsonl") as monitor:
+    with SpectrumMonitor(training.model, "layers.0", 1, path=tmp_path / "log.jsonl") as monitor:
         calls(training.model)
         with pytest.warns(UserWarning, match=told):
             records = monitor.step()
     assert {record.site for record in records} <= {"layers.0:output"}
+
+
+def test_a_site_that_did_not_run_is_named_once(tmp_path):
+    training = Training()
+    with SpectrumMonitor(training.model, "layers.*", 1, path=tmp_path / "log.jsonl") as monitor:
+        training.model.depth = 2
+        training.step(1)
+        with pytest.warns(UserWarning, match="step 1: fewer than two tokens reached 'layers.2:output'"):
+            records = monitor.step()
+        assert {record.site for record in records} == {"layers.0:output", "layers.1:output"}
+        training.step(2)
+        assert len(monitor.step()) == 4  # where a second warning would be an error
+
+
+def test_a_loop_that_forgets_to_step_is_told(tmp_path):
+    training = Training()
+    monitor = SpectrumMonitor(training.model, "layers.*", path=tmp_path / "log.jsonl")
+    monitor.__enter__()
+    training.step(1)
+    with pytest.warns(UserWarning, match=r"no step was counted; call `monitor\.step\(\)`"):
+        monitor.__exit__(None, None, None)
+
+
+def test_labels_that_never_come_are_asked_for(tmp_path):
+    training, selection = Training(), TokenSelection(labels=True)
+    path = tmp_path / "log.jsonl"
+    with SpectrumMonitor(training.model, "layers.0", 1, selection=selection, path=path) as monitor:
+        training.step(1)
+        with pytest.warns(UserWarning, match="by their labels, but none reached the model"):
+            monitor.step()
 
 
 def test_a_model_in_eval_mode_counts_on_request(tmp_path):
@@ -458,7 +488,7 @@ def test_old_rows_weigh_less_with_every_window_whatever_that_holds(tmp_path):
                 model(batch).sum().backward()
                 monitor.step()
             else:
-                with pytest.warns(UserWarning, match="fewer than two tokens reached 'site:output'"):
+                with pytest.warns(UserWarning, match="no forward of the model counted"):
                     monitor.step()
             rows = torch.cat([rows.double(), batch])
             weights = torch.cat([weights.double() * decay, torch.ones(len(batch)).double()])
@@ -580,11 +610,12 @@ def test_steps_need_a_running_monitor(tmp_path):
     monitor = SpectrumMonitor(Net(), "layers.*", path=tmp_path / "log.jsonl")
     with pytest.raises(RuntimeError, match="is not running"):
         monitor.step()
-    with monitor:
-        with pytest.raises(RuntimeError, match="is running"):
-            monitor.start()
-        with pytest.raises(RuntimeError, match="must come before `start`"):
-            monitor.load_state_dict(monitor.state_dict())
+    monitor.start()
+    with pytest.raises(RuntimeError, match="is running"):
+        monitor.start()
+    with pytest.raises(RuntimeError, match="must come before `start`"):
+        monitor.load_state_dict(monitor.state_dict())
+    monitor.stop()
     monitor.stop()  # twice does no harm
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an earlier log moves aside

@@ -1,5 +1,6 @@
 """Which variances of a spectrum a record keeps."""
 
+import itertools
 import math
 
 import pytest
@@ -21,9 +22,7 @@ def test_as_many_variances_as_fit_in_order_with_both_ends(m):
 def test_they_lie_evenly_in_the_logarithm_where_whole_numbers_allow():
     index, _ = thinned(torch.ones(16384))
     ratio = 16384 ** (1 / (POINTS - 1))
-    apart = [
-        math.log(after / before) for before, after in zip(index, index[1:], strict=False) if before > 100
-    ]
+    apart = [math.log(after / before) for before, after in itertools.pairwise(index) if before > 100]
     # rounding to whole numbers moves an index by a half, so a quotient by 1/index at most
     assert max(abs(distance - math.log(ratio)) for distance in apart) < 1 / 100
     linear = [math.log(1 + 16384 / POINTS / before) for before in (129, 8000)]  # evenly in the index itself
