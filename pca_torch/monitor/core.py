@@ -266,8 +266,8 @@ class SpectrumMonitor:
         stop, error = False, None
         if merged is not None:
             try:
-                stop = self._ledger.enter(self.steps, merged, tally, self._window.troubles)
-            except Exception as caught:
+                stop, error = self._ledger.enter(self.steps, merged, tally, self._window.troubles)
+            except Exception as caught:  # a warning that is an error here
                 error = caught
         told = sum_counts({"stop": int(stop), "failed": int(error is not None)}, self._group)
         self.should_stop |= told["stop"] > 0

@@ -72,8 +72,8 @@ class Ledger:
 
     def enter(
         self, step: int, statistics: Mapping[str, SiteStatistic], tally: Tally, troubles: Mapping[str, str]
-    ) -> bool:
-        """Measure a window, write it down, and ring the alarms; whether one of these asks to stop.
+    ) -> tuple[bool, Exception | None]:
+        """Measure a window, write it down, and ring the alarms.
 
         Args:
             step: optimizer steps done.
@@ -81,8 +81,8 @@ class Ledger:
             tally: likewise.
             troubles: why rows could not be counted on this rank, by site.
 
-        Raises:
-            Exception: what the function of an alarm raises, after all of them were called.
+        Returns:
+            Whether an alarm asks to stop, and what the function of one raised, once all of them were called.
         """
         self.latest, faults = [], {}
         for name, track in self.tracks.items():
@@ -103,15 +103,13 @@ class Ledger:
         rung = self.watch.update(self.latest)
         for outlet in self.outlets:
             outlet.write(tuple(self.latest), tuple(alert for _, alert in rung))
-        stop, errors = False, []
+        stop, failed = False, None
         for alarm, alert in rung:
             try:
                 stop |= alarm.call(alert) is True
             except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
-        return stop
+                failed = failed or error
+        return stop, failed
 
     def _complain(self, step: int, tally: Tally, faults: Mapping[str, str]) -> None:
         """Warn of what lacks and why, each time in other words only: a log with holes explains nothing."""
