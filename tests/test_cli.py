@@ -321,7 +321,11 @@ def test_interrupting_leaves_what_was_there(local_model, tmp_path):
     long.write_text((local_model / "text.txt").read_text() * 500)
     endless = ["--text", str(long), "--seq-len", "16", "--max-tokens", "100000000"]
     process = subprocess.Popen(
-        [*COMMAND, "run", str(local_model), "--out", str(out), *endless], stderr=subprocess.PIPE, text=True
+        [*COMMAND, "run", str(local_model), "--out", str(out), *endless],
+        stderr=subprocess.PIPE,
+        text=True,
+        # a shell has what it starts in the background ignore interrupts, and so do the tests' own children
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stderr.readline().startswith("statistics of ")  # the model begins to run
     time.sleep(1)
