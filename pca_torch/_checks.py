@@ -208,7 +208,7 @@ def select_rows(
         mask = (weights > 0) if mask is None else mask & (weights > 0)
     if mask is not None:
         rows, weights = rows[mask], None if weights is None else weights[mask]
-    if surely_fine(rows):
+    if _surely_fine(rows):
         return rows, weights, 0
     if rows.dtype == torch.float64 and float(rows.abs().nan_to_num(0, 0).max()) > LARGEST:
         raise ValueError(
@@ -226,7 +226,7 @@ def select_rows(
     return rows[good], None if weights is None else weights[good], bad
 
 
-def surely_fine(rows: Tensor) -> bool:
+def _surely_fine(rows: Tensor) -> bool:
     """Whether one fast pass shows that all values are finite and in range; a closer look decides if not."""
     if not rows.is_floating_point() or not rows.numel():
         return True

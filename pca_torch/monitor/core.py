@@ -145,7 +145,7 @@ class SpectrumMonitor:
         self.stop()
         if never:
             warnings.warn(
-                "no step was counted; call `monitor.step()` after each of the optimizer.", stacklevel=2
+                "no step was counted; call `monitor.step()` after each optimizer step.", stacklevel=2
             )
 
     def start(self) -> None:

@@ -87,7 +87,7 @@ class Ledger:
         self.latest, faults = [], {}
         for name, track in self.tracks.items():
             views = statistics[name].views
-            if views is None:
+            if views is None or not views.n_samples:  # nothing came, or nothing that is finite
                 track.age()
                 continue
             try:

@@ -43,9 +43,7 @@ class Outlet:
         """
         self._waiting.append((records, alerts))
         try:
-            while self._waiting:
-                self.sink.write(*self._waiting[0])
-                del self._waiting[0]
+            self._hand_over()
         except Exception as error:
             del self._waiting[:-KEPT]
             warnings.warn(
@@ -57,12 +55,16 @@ class Outlet:
     def close(self) -> None:
         """Try once more to hand over what waits, then close the sink."""
         try:
-            while self._waiting:
-                self.sink.write(*self._waiting[0])
-                del self._waiting[0]
+            self._hand_over()
         except Exception as error:
             warnings.warn(f"records of {len(self._waiting)} logged steps are lost ({error}).", stacklevel=4)
         try:
             self.sink.close()
         except Exception as error:
             warnings.warn(f"{type(self.sink).__name__} could not be closed ({error}).", stacklevel=4)
+
+    def _hand_over(self) -> None:
+        """Write what waits, the oldest first; where the sink raises, the rest goes on waiting."""
+        while self._waiting:
+            self.sink.write(*self._waiting[0])
+            del self._waiting[0]

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pca_torch._checks import surely_fine
 from pca_torch._state import Saved, State, prefixed
 from pca_torch.hooks import capture
 from pca_torch.monitor.tally import Tally
@@ -57,18 +56,26 @@ class SiteWindow:
             rows: (n, D).
             positions: (n,) the place of each in its sequence.
         """
-        if self.trouble is not None:
+        if self.trouble is not None or not len(rows):
             return
         try:
-            if not surely_fine(rows):
-                good = rows.isfinite().all(1)
-                self.nonfinite += len(rows) - int(good.sum())
-                rows = rows[good]
-                positions = None if positions is None else positions[good]
-            if len(rows):
-                self.statistic.update_rows(rows, positions=positions)
+            self._count(rows, positions)
         except Exception as error:  # memory too
             self.trouble = " ".join(str(error).split()) or type(error).__name__
+
+    def _count(self, rows: Tensor, positions: Tensor | None) -> None:
+        try:
+            self.statistic.update_rows(rows, positions=positions)
+        except (
+            ValueError
+        ):  # and nothing of the batch was counted: it has seen NaN or inf, or values too large
+            good = rows.isfinite().all(1)
+            if bool(good.all()):
+                raise
+            self.nonfinite += len(rows) - int(good.sum())
+            if bool(good.any()):
+                at = None if positions is None else positions[good]
+                self.statistic.update_rows(rows[good], positions=at)
 
     def merge(self, other: SiteWindow) -> None:
         """Absorb what another step counted.

@@ -329,6 +329,21 @@ def test_rows_with_nan_are_left_out_and_counted(tmp_path):
             assert (record.nonfinite, record.n_samples) == (bad, 43 - bad)
 
 
+def test_a_window_that_began_with_nan_alone_goes_on_after_a_resume(tmp_path):
+    model = Pooled()
+    settings = {"sites": "site", "every_n_steps": 2, "window": 2, "path": tmp_path / "log.jsonl"}
+    monitor = SpectrumMonitor(model, **settings)
+    with monitor:
+        model(torch.full((5, 4), torch.nan)).sum().backward()
+        assert monitor.step() == []
+    resumed = SpectrumMonitor(model, **settings)
+    resumed.load_state_dict(monitor.state_dict())
+    with resumed:
+        model(torch.randn(8, 4)).sum().backward()
+        (record, _) = resumed.step()
+    assert (record.n_samples, record.nonfinite) == (8, 5)
+
+
 def test_labels_that_the_forward_does_not_take_are_seen(tmp_path):
     training, selection = Training(), TokenSelection(labels=True)
     batch = batch_of(1)
